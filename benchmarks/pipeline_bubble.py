@@ -32,8 +32,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent, measured_bubble
-from hvdtrain.frameworks.torch.parallel.pipeline.passes import Passes
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import MicroBatch, Pipeline, Spent, measured_bubble
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, cost, formula, needs, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, measured_seconds, stages_of, units_of
 
@@ -132,7 +131,7 @@ class Workload:
         for _ in range(REPEATS):
             for number, stage in case.stages.items():
                 start = time.perf_counter()
-                passes = Passes(stage, self.inputs(number), is_first=number == 0)
+                passes = MicroBatch(stage, self.inputs(number), is_first=number == 0)
                 middle = time.perf_counter()
                 passes.backward(torch.ones_like(passes.outputs))
                 found[number].append(Seconds(middle - start, time.perf_counter() - middle))

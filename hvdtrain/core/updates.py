@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Update(NamedTuple):
+class WorkerUpdate(NamedTuple):
     """One update of the weights from one worker's gradient."""
 
     ticket: int  # the step whose samples the gradient is of

@@ -14,9 +14,10 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.updates import GoOn, Update
+from hvdtrain.core.updates import GoOn, WorkerUpdate
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.tasks.task import Task
 
 
 class Gpu(NamedTuple):
@@ -201,8 +202,8 @@ class Learner(HasState, Protocol):
         """
         return steps
 
-    def read_updates(self) -> list[Update]:
-        """Updates of asynchronous steps, in order, since it was last called; on rank 0 alone."""
+    def read_updates(self) -> list[WorkerUpdate]:
+        """The updates of asynchronous steps, in order, since it was last called; on rank 0 alone."""
         return []
 
     def read_waited(self) -> Waited | None:
@@ -231,3 +232,16 @@ class Learner(HasState, Protocol):
     def go_on(self, how: GoOn, kept: int) -> None:
         """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
         raise TypeError(f"{type(self).__name__} goes back to a sync point")
+
+
+def global_weight(task: Task, own: int, batch: int, communicator: Communicator) -> int:
+    """The sum of Task.weight() over the `batch` samples of a step, of which this rank's samples weigh `own`.
+
+    Where all samples weigh the same no rank asks the others. Else it is one small allreduce before the first backward pass, a collective:
+    every gradient is then divided once, by the exact number, whatever strategy reduces it. (Dividing after the reduction would be a second
+    pass over all gradients, with clipping, noise scale and local steps to be told of it.)
+    """
+    if task.sample_weight is not None:
+        return batch * task.sample_weight
+    total = communicator.allreduce(np.array([float(own)]), "step.weight")  # exact: float64 has every whole number up to 2**53
+    return max(1, round(float(total[0])))

@@ -17,8 +17,7 @@ from hvdtrain.cli.plan.meshes import Mesh, meshes, with_mesh, without_mesh
 from hvdtrain.cli.plan.step_time import moved_s, step_time
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
-from hvdtrain.frameworks.footprint import Footprint
-from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.footprint import Footprint, PlannedWork
 
 INSIDE, BETWEEN = Link("inside", 1e-3, 1e6), Link("between", 1e-2, 1e5)
 TWO_NODES = Machine(1e9, 1e8, 1e7, INSIDE, BETWEEN, per_node=2, in_parts=3.0, assumed=())

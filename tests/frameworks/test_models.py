@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.classifier_init import init_classifier
+from hvdtrain.frameworks.torch.model import init_classifier
 from hvdtrain.frameworks.torch.models import airbench, alexnet, convnet, linear, mlp, resnet, wide_resnet
 
 

@@ -17,8 +17,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent, measured_bubble
-from hvdtrain.frameworks.torch.parallel.pipeline.passes import Passes
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import MicroBatch, Pipeline, Spent, measured_bubble
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, formula, of_stages, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Unit, measured_seconds, stages_of, tied_parameters, units_of
 
@@ -109,7 +108,7 @@ def test_a_stage_may_begin_in_place(split: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
     stage, x = stages_of(model, [0, 1], "test")[1], torch.tensor([[-1.0, 2.0, -3.0], [4.0, -5.0, 6.0]], dtype=torch.float64)
     positive = (x > 0).double()
-    passes = Passes(stage, x.clone(), is_first=False)
+    passes = MicroBatch(stage, x.clone(), is_first=False)
     ones = torch.ones_like(passes.outputs)
     found = passes.input_gradient(ones) if split else passes.backward(ones)
     if split:
@@ -129,7 +128,7 @@ def test_a_backward_pass_in_two_parts_is_the_same(how: str) -> None:
             model.blocks[0].requires_grad_(False)  # type: ignore[index]
         stage = stages_of(model, [0, 1], "test")[1]
         inputs = torch.randn(2, 3, 4, 8, dtype=torch.float64)  # two micro-batches
-        passes = [Passes(stage, x, is_first=False) for x in inputs]
+        passes = [MicroBatch(stage, x, is_first=False) for x in inputs]
         if split:
             gradients = [one.input_gradient(torch.ones_like(one.outputs)) for one in passes]
             for one in reversed(passes):

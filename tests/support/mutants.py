@@ -57,6 +57,7 @@ class Verdict(NamedTuple):
 
 CHECKPOINTS = "hvdtrain/training/checkpoint/files.py"
 LEARNER = "hvdtrain/frameworks/torch/learner.py"
+STEP = "hvdtrain/frameworks/torch/step.py"
 PARALLEL = "hvdtrain/frameworks/torch/parallel"
 SAMPLER = "hvdtrain/data/sampler.py"
 LOOP = "hvdtrain/training/loop.py"
@@ -157,16 +158,16 @@ MUTANTS = (
     ),
     Mutant(
         "step.unscale",
-        LEARNER,
-        "        self.scale.unscale_(self.last_updated)\n",
+        STEP,
+        "        self._scale.unscale_(self._parameters)\n",
         "",
         ("tests/frameworks/test_precision.py",),
     ),
     Mutant(
         "step.noise_of_each_rank",
         LEARNER,
-        "add_noise_(self.last_shards, hyper.noise, seed)",
-        "add_noise_(self.last_shards, hyper.noise, seed + self.data.rank)",
+        "make(bad, hyper.noise, seed, ",
+        "make(bad, hyper.noise, seed + self.data.rank, ",
         ("tests/frameworks/test_ranks_in_threads.py",),
     ),
     Mutant(

@@ -18,10 +18,9 @@ from hvdtrain.cli.replay.command import compare
 from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.updates import GoOn, Outstanding, Update
+from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, DONE, UserError
-from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreement, LostMeanwhile
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints, go_on_from
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, LostMeanwhile, Report, SyncPoints, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
 from hvdtrain.training.telemetry.staleness import StalenessMeter
 from hvdtrain.training.telemetry.update_log import NAME, Header, UpdateLog, open_update_log, read_updates
@@ -42,7 +41,7 @@ class Simulation:
         for worker in self.workers:
             self.order.grant(worker)
 
-    def run(self, losses: int = 0) -> list[Update]:
+    def run(self, losses: int = 0) -> list[WorkerUpdate]:
         while self.order.version < self.behind:
             self.computing |= set(self.order.readers())
             while self.order.next_update() is None:
@@ -229,20 +228,20 @@ def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engi
 
 
 def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
-    header, updates = Header(2, 3, 1, 0), [Update(ticket, n % 3, 2 + ticket % 2) for n, ticket in enumerate((1, 0, 2, 4, 3))]
+    header, updates = Header(2, 3, 1, 0), [WorkerUpdate(ticket, n % 3, 2 + ticket % 2) for n, ticket in enumerate((1, 0, 2, 4, 3))]
     log = UpdateLog(tmp_path, header)
     log.append(updates[:2])
     log.append(updates[2:])
     assert (tmp_path / NAME).stat().st_size == 32 + 8 * 5 and read_updates(tmp_path) == (header, updates)
     again = UpdateLog(tmp_path, header._replace(first=3))  # from a checkpoint of step 3
-    again.append([Update(3, 3, 2)])
-    assert read_updates(tmp_path) == (header, [*updates[:3], Update(3, 3, 2)])
+    again.append([WorkerUpdate(3, 3, 2)])
+    assert read_updates(tmp_path) == (header, [*updates[:3], WorkerUpdate(3, 3, 2)])
     with (tmp_path / NAME).open("ab") as file:
         file.write(b"\0\0\0")  # of a job that was killed
     assert len(read_updates(tmp_path)[1]) == 4
     with pytest.warns(UserWarning, match="updates end before step 70000; the former one is updates-before-70000.bin"):
-        UpdateLog(tmp_path, header._replace(first=70000)).append([Update(70000, 65535, 2)])  # 4 ... 6 were made without a log
-    assert read_updates(tmp_path) == (header._replace(first=70000), [Update(70000, 65535, 2)])
+        UpdateLog(tmp_path, header._replace(first=70000)).append([WorkerUpdate(70000, 65535, 2)])  # 4 ... 6 were made without a log
+    assert read_updates(tmp_path) == (header._replace(first=70000), [WorkerUpdate(70000, 65535, 2)])
     with pytest.warns(UserWarning, match="there were 2 servers, not 1"):
         UpdateLog(tmp_path, Header(1, 3, 1, 70001))
     assert read_updates(tmp_path) == (Header(1, 3, 1, 70001), [])
@@ -262,14 +261,14 @@ def test_replay_says_what_it_does_not_compare(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_log_that_goes_back_to_a_sync_point(tmp_path: Path) -> None:
-    updates = [Update(ticket, 0, 1 + ticket % 2) for ticket in range(6)]
+    updates = [WorkerUpdate(ticket, 0, 1 + ticket % 2) for ticket in range(6)]
     log = UpdateLog(tmp_path, Header(1, 2, 1, 0))
     log.append(updates)
     log.cut(4)
-    log.append([Update(5, 0, 1), Update(4, 1, 1)])
-    assert read_updates(tmp_path)[1] == [*updates[:4], Update(5, 0, 1), Update(4, 1, 1)]
+    log.append([WorkerUpdate(5, 0, 1), WorkerUpdate(4, 1, 1)])
+    assert read_updates(tmp_path)[1] == [*updates[:4], WorkerUpdate(5, 0, 1), WorkerUpdate(4, 1, 1)]
     fewer = UpdateLog(tmp_path, Header(1, 1, 1, 6))  # the job goes on with another number of workers
-    fewer.append([Update(6, 0, 1)])
+    fewer.append([WorkerUpdate(6, 0, 1)])
     assert read_updates(tmp_path)[0] == Header(1, 2, 1, 0) and len(read_updates(tmp_path)[1]) == 7
 
 
@@ -280,9 +279,9 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"updates\.bin is no log of version 1"):
         read_updates(tmp_path)
     for header, update, message in (
-        (Header(1, 2, 0, 0), Update(0, 0, 1), "it begins with 1 servers, 2 workers, 0 threads"),
-        (Header(1, 2, 1, 0), Update(0, 1, 1), "update 0 has ticket 0 and staleness 1"),
-        (Header(1, 2, 1, 0), Update(-1, 0, 1), "update 0 has ticket -1 and staleness 0"),
+        (Header(1, 2, 0, 0), WorkerUpdate(0, 0, 1), "it begins with 1 servers, 2 workers, 0 threads"),
+        (Header(1, 2, 1, 0), WorkerUpdate(0, 1, 1), "update 0 has ticket 0 and staleness 1"),
+        (Header(1, 2, 1, 0), WorkerUpdate(-1, 0, 1), "update 0 has ticket -1 and staleness 0"),
     ):
         (tmp_path / NAME).unlink()
         UpdateLog(tmp_path, header).append([update])
@@ -301,8 +300,10 @@ def test_what_is_no_log(tmp_path: Path) -> None:
 def test_staleness_is_counted_for_each_worker() -> None:
     meter = StalenessMeter()
     assert meter.fields([]) == {} and meter.lines() == []
-    assert meter.fields([Update(0, 0, 1), Update(2, 1, 1), Update(1, 2, 2)]) == {"staleness": {"1": {"0": 1, "1": 1}, "2": {"2": 1}}}
-    assert meter.fields([Update(3, 1, 1)]) == {"staleness": {"1": {"1": 1}}}
+    assert meter.fields([WorkerUpdate(0, 0, 1), WorkerUpdate(2, 1, 1), WorkerUpdate(1, 2, 2)]) == {
+        "staleness": {"1": {"0": 1, "1": 1}, "2": {"2": 1}}
+    }
+    assert meter.fields([WorkerUpdate(3, 1, 1)]) == {"staleness": {"1": {"1": 1}}}
     assert meter.lines() == [
         "servers  staleness of an update 1.00, at most 2: 0 in 25%, 1 in 50%, 2 in 25%",
         "         worker 1: 3 updates, staleness 0.67, at most 1",

@@ -18,7 +18,7 @@ from hvdtrain.cli.bench.allreduce_report import IN_PARTS
 from hvdtrain.cli.bench.cost_model import Link, fit_link
 from hvdtrain.cli.bench.scaling import link_points
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.footprint import PlannedWork
 
 INSIDE = Link("inside", 5e-6, 10e9)  # ranks of one host
 BETWEEN = Link("between", 30e-6, 1.25e9)  # 10 Gbit/s Ethernet

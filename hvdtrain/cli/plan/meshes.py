@@ -12,7 +12,7 @@ from hvdtrain.comm.features import Feature, features_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.memory.forecast import MARGIN, forecast_memory, gib

@@ -11,7 +11,7 @@ from hvdtrain.cli.bench.cost_model import BACKWARD, Link
 from hvdtrain.cli.plan.machine import Machine
 from hvdtrain.comm.counted import Moved
 from hvdtrain.config.schema import Config
-from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 
 _BETWEEN_STAGES = re.compile(r"pipeline\.(\d+)(\.gradient)?")

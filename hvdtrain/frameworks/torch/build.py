@@ -9,31 +9,26 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.mesh import Mesh, make_mesh
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.layout import Layout
-from hvdtrain.core.pieces import Cut
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.planned_work import PlannedWork
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.frameworks.torch import allocator
-from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
+from hvdtrain.frameworks.torch.arrangement import Making
+from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.compile import check_compiler
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import check_shared, pick_device
-from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model, example, normed_model
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
-from hvdtrain.frameworks.torch.norm.sync import orders_of_norms
+from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.timed import timed
-from hvdtrain.frameworks.torch.precision import Precision, pick_precision, refuse_tiny_images
+from hvdtrain.frameworks.torch.parallel.timed import timed_mesh
+from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
 from hvdtrain.tasks.task import Task
 
 
@@ -47,52 +42,15 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_compiler(config, device)
     if config.shard.stage or config.parallel.cuts or config.servers.count:
         check_optimizer(config)
-    mesh, stopwatch = make_mesh(communicator, config), ReplaceableStopwatch(stopwatch_for(device))
-    ranks = communicator
-    if device.type == "cpu" and config.parallel.cuts:
-        ranks = timed(communicator, stopwatch)
-        mesh = mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
+    stopwatch = ReplaceableStopwatch(stopwatch_for(device))
+    making = Making(config, task, timed_mesh(make_mesh(communicator, config), config, device, stopwatch), device, precision, stopwatch)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    sharded, hybrid, pipelined, cuts, orders = None, None, None, dict[torch.nn.Parameter, Cut](), list[SameOrder]()
-    if config.shard.stage == 3:
-        from hvdtrain.frameworks.torch.parallel.fsdp import make_sharded  # half a second
-
-        sharded = make_sharded(
-            lambda: normed_model(config, task, communicator), config, mesh, device, precision.weights, stopwatch.communicating
-        )
-        model = sharded.model
-    else:
-        model = normed_model(config, task, communicator).to(device=device, dtype=precision.weights)
-    like = torch.empty(0, dtype=precision.weights, device=device)
-    check_outputs(model, config, task, like)
-    check_first_samples(model, config)
-    refuse_tiny_images(model, example(2, config, task, like), precision, config.where("speed.precision"))
-    if sharded:
-        with copied_buffers(model):  # after the passes above, which are in float32
-            sharded = sharded.for_autocast(example(2, config, task, like), precision.layers)
-        cuts, orders = dict(sharded.cuts), list(sharded.orders)
-    elif config.parallel.ranks > 1:
-        from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
-        from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, order_of_layers, outputs_of, plan_of
-
-        where = config.where("parallel.tensor")
-        plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
-        first = _first_units(model, config, task, mesh, precision, like) if config.parallel.pipeline > 1 else []
-        send_from_rank_0(model, communicator)
-        if plan:
-            x = not_zeros(example(2, config, task, like))
-            expected = outputs_of(model, x)
-            orders = [order_of_layers(config, mesh, device)]
-            cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence, orders[0])
-            model.register_forward_hook(lambda *_: orders[0].end("end of the forward pass"))
-            check_cut(model, x, expected, task, where)
-        if first:
-            pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
-    elif config.parallel.dense != "none":
-        send_from_rank_0(model, communicator)
-        hybrid = HybridModel(model, ranks, config.parallel.dense, config.where("parallel.dense"))
-    orders += orders_of_norms(model)
-    return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch, orders=orders)
+    arrangement = arrangement_of(config)(making)
+    check_outputs(arrangement.model, config, task, making.like)
+    check_first_samples(arrangement.model, config)
+    refuse_tiny_images(arrangement.model, making.example(), precision, config.where("speed.precision"))
+    arrangement.cut()
+    return assemble(arrangement)
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
@@ -110,27 +68,6 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
     return device
 
 
-def _first_units(model: torch.nn.Module, config: Config, task: Task, mesh: Mesh, precision: Precision, like: torch.Tensor) -> list[int]:
-    """The first unit of each stage. A collective."""
-    from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
-    from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
-
-    x = example(samples_of_pass(config, mesh.data.size), config, task, like)
-    return first_units(
-        model, config, example(2, config, task, like), lambda units: agreed_seconds(units, x, precision.autocast, mesh.world)
-    )
-
-
-@torch.no_grad()
-def send_from_rank_0(model: torch.nn.Module, communicator: Communicator) -> None:
-    """Gives every rank the weights and buffers that rank 0's model has, before it keeps a part of them. A collective."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel():
-            host = tensor.detach().cpu().contiguous()
-            found = communicator.broadcast(host.view(-1).view(torch.uint8), "weights")
-            tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
-
-
 def load_libraries(config: Config) -> None:
     """Imports what build() and the first steps would: some 70 MB with recomputation, stage 3 or parallel.*, no tensors of the job."""
     if config.model.recompute != "none" or config.shard.stage == 3:
@@ -138,7 +75,7 @@ def load_libraries(config: Config) -> None:
     if config.shard.stage == 3:
         import hvdtrain.frameworks.torch.parallel.fsdp
     if config.parallel.ranks > 1:
-        import hvdtrain.frameworks.torch.parallel.pipeline.pipelined  # noqa: F401  # torch.distributed.pipelining
+        import hvdtrain.frameworks.torch.layers  # noqa: F401  # torch.distributed.pipelining
 
 
 def check_optimizer(config: Config) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
+from torch import is_grad_enabled, nn
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
@@ -12,11 +18,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import build_model as models
-from hvdtrain.frameworks.torch.classifier_init import init_classifier
 from hvdtrain.frameworks.torch.forward import first_of
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
-from hvdtrain.frameworks.torch.recompute import recompute_blocks
 from hvdtrain.tasks.functions.loss import OwnLoss
 from hvdtrain.tasks.functions.measured import Measured
 from hvdtrain.tasks.functions.torch import check_alone
@@ -154,3 +159,46 @@ def checked_model(config: Config, task: Task) -> torch.nn.Module:
     if plugins.is_dotted(config.model.name):  # the plugins fit every task; lazy layers of a user's get their shapes here
         check_outputs(model, config, task)
     return model
+
+
+def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> None:
+    """Draws the weights of the last linear layer with `classes` outputs from N(0, std^2), and sets its bias to 0.
+
+    Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers were made.
+
+    Raises UserError where the model has no such layer.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == classes]
+    if not layers:
+        what = f"{type(model).__name__} has no linear layer with {classes} outputs, one for each class"
+        raise UserError(what, where, "leave model.classifier_std out, or end the model with an nn.Linear")
+    nn.init.normal_(layers[-1].weight, std=std)
+    if layers[-1].bias is not None:
+        nn.init.zeros_(layers[-1].bias)
+
+
+def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, where: str) -> None:
+    """Makes blocks of the model's `blocks` recompute: all, or the N-th, 2 N-th, ... Names of parameters and buffers stay as they are.
+
+    Dropout has the same mask again, and buffers change once (Chen et al. 2016, arXiv:1604.06174). Raises UserError without `blocks`.
+    """
+    if which == "none":
+        return
+    blocks = list(getattr(model, "blocks", ()))
+    if not all(isinstance(block, nn.Module) for block in blocks) or not blocks:
+        what = f"model.recompute={which} computes blocks again; {type(model).__name__} has no attribute `blocks` with its modules"
+        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, wide_resnet, resnet18 ...")
+    every = 1 if which == "all" else which
+    for block in blocks[every - 1 :: every]:
+        block.forward = functools.partial(_recomputed, block, block.forward)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, block), **kwargs)
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What the first computation and the second one run in."""
+    return contextlib.nullcontext(), copied_buffers(block)

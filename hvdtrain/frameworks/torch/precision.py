@@ -83,23 +83,25 @@ def _note_tiny(found: list[str], name: str, module: torch.nn.Module, inputs: tup
         found.append(name)
 
 
-class NoScale:
-    """For number types whose gradients need no scale."""
+class Scale:
+    """What the loss is multiplied by before backward: 1, for number types whose gradients need no scale."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def scale(self, factor: torch.Tensor) -> torch.Tensor:
+        """The factor of the loss, times the scale."""
         return factor
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        pass
+        """Divides every p.grad by the scale."""
 
     def update(self, bad: torch.Tensor) -> bool:
+        """Whether the step is to be left out because the scale was too large; `bad`: () bool, whether a gradient was not finite."""
         return False
 
 
-class LossScale:
+class LossScale(Scale):
     """Gradients are computed of the loss times a power of two, which halves where they overflow and doubles after GROW_AFTER good steps.
 
     Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see the same mean gradient, so their
@@ -112,18 +114,13 @@ class LossScale:
         self.tensors = {NAME: self._scale, f"{NAME} steps": self._good}
 
     def scale(self, factor: torch.Tensor) -> torch.Tensor:
-        """The factor of the loss, times the scale."""
         return factor * self._scale
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Divides every p.grad by the scale."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
 
     def update(self, bad: torch.Tensor) -> bool:
-        """Whether the step is to be left out because the scale was too large; `bad`: whether a gradient was not finite.
-
-        The host waits for the device here, in each step: bf16 needs none of this.
-        """
+        """Scale.update(), for which the host waits for the device here, in each step: bf16 needs none of this."""
         if bad:
             cannot_shrink = bool(self._scale <= 1.0)
             self._scale.mul_(0.5).clamp_(min=1.0)
@@ -136,12 +133,12 @@ class LossScale:
         return False
 
 
-def loss_scale(precision: Precision, device: torch.device) -> NoScale | LossScale:
+def loss_scale(precision: Precision, device: torch.device) -> Scale:
     """What scales the loss of a model of this precision."""
-    return LossScale(device) if precision.layers is torch.float16 else NoScale()
+    return LossScale(device) if precision.layers is torch.float16 else Scale()
 
 
-def load_loss_scale(scale: NoScale | LossScale, state: Arrays) -> None:
+def load_loss_scale(scale: Scale, state: Arrays) -> None:
     """Takes over the scale of a state, where both have one: a job may go on in another precision."""
     for name, tensor in scale.tensors.items():
         if name in state:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.comm.counted import Moved
@@ -18,20 +18,17 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError, first_line
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep
-from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
-from hvdtrain.frameworks.torch.assemble import assemble
+from hvdtrain.frameworks.torch.arrangement import Making
+from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.flops import FlopCounter
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.live_storages import LiveStorages
-from hvdtrain.frameworks.torch.model import example, normed_model
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.timed import timed
+from hvdtrain.frameworks.torch.parallel.timed import timed_mesh
 from hvdtrain.frameworks.torch.planned_communicator import planned_mesh
-from hvdtrain.frameworks.torch.precision import Precision, pick_precision
+from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.tasks.task import Task
 
 _PASSES = 2  # of a step that has more: the second one adds to the gradients of the first, as all others do
@@ -113,11 +110,10 @@ def _count(
     """most_passes: of a step; memory needs two, of which the second adds to gradients, or those that a pipeline has under way."""
     fuses, moved = _horovod_reduces(config, ranks, features), list[Moved]()
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
-    make = _sharded_learner if config.shard.stage == 3 else _learner
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         with _CopiedWithoutNumbers():  # of the model and the loss that a script gives
-            learner = make(config, task, mesh, features)
+            learner = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
         hyper = Hyper(1e-3, 0.9, config.optim.decay, step.samples * mesh.data.size)
@@ -155,65 +151,14 @@ def _count(
 
 
 def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
+    """The learner that build() makes."""
     device = torch.device("cpu")
-    precision = pick_precision(config, device, mesh.world)
-    model = normed_model(config, task, mesh.world)
-    _cast(model, precision.weights)
     stopwatch = ReplaceableStopwatch(stopwatch_for(device))
-    world = mesh.world
-    if config.parallel.cuts:  # as build() does
-        world = timed(world, stopwatch)
-        mesh = mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
-    if config.parallel.ranks > 1:
-        return _divided_learner(config, task, mesh, model, precision, stopwatch)
-    hybrid = HybridModel(model, world, config.parallel.dense, config.where("parallel.dense")) if config.parallel.dense != "none" else None
-    return assemble(config, task, mesh, model, precision, device, hybrid=hybrid, stopwatch=stopwatch)
-
-
-def _divided_learner(
-    config: Config, task: Task, mesh: Mesh, model: torch.nn.Module, precision: Precision, stopwatch: ReplaceableStopwatch
-) -> TorchLearner:
-    """A learner of ranks that have one model together, as build() makes it."""
-    from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
-    from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units, planned_forms
-    from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, order_of_layers, plan_of
-
-    device, where = torch.device("cpu"), config.where("parallel.tensor")
-    plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
-    x = example(2, config, task, torch.empty(0, dtype=precision.weights))
-    first = planned_first_units(model, config, x) if config.parallel.pipeline > 1 else []
-    cuts, orders = {}, [order_of_layers(config, mesh, device)] if plan else []
-    if plan:
-        cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence, orders[0])
-        model.register_forward_hook(lambda *_: orders[0].end("end of the forward pass"))
-    pipelined = None
-    if first:
-        pipe: Any = mesh.pipe
-        pipe.messages.update(planned_forms(model, first, x, precision.autocast))
-        pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
-    return assemble(config, task, mesh, model, precision, device, None, cuts, None, pipelined, stopwatch, orders=orders)
-
-
-def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
-    """A learner of shard.stage=3, by FSDP2."""
-    from hvdtrain.frameworks.torch.parallel.fsdp import shard_model  # half a second
-    from hvdtrain.frameworks.torch.planned_mesh import PlannedMesh
-
-    device = torch.device("cpu")
     precision = pick_precision(config, device, mesh.world)
-    with unset_fake_temporarily():  # torch reads the numbers of ranks
-        ranks = PlannedMesh(mesh.data, features)
-    sharded = shard_model(normed_model(config, task, mesh.world), None, config, mesh, ranks, device, precision.weights)
-    with copied_buffers(sharded.model):
-        sharded = sharded.for_autocast(example(2, config, task, torch.empty(0, dtype=precision.weights)), precision.layers)
-    return assemble(config, task, mesh, sharded.model, precision, device, sharded, dict(sharded.cuts), orders=sharded.orders)
-
-
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What model.to(dtype) does, which fails for fake tensors."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+    making = Making(config, task, timed_mesh(mesh, config, device, stopwatch), device, precision, stopwatch, features)
+    arrangement = arrangement_of(config)(making)
+    arrangement.cut()
+    return assemble(arrangement)
 
 
 def mark(learner: TorchLearner, live: LiveStorages) -> None:

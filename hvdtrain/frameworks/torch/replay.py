@@ -16,9 +16,11 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
-from hvdtrain.core.updates import Update
-from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.core.updates import WorkerUpdate
+from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.assemble import assemble
+from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.model import normed_model
@@ -36,7 +38,7 @@ StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes
 class Replayed:
     """Turns as they were: the one worker gets the weights that the worker of the log had, and its gradient is the next one."""
 
-    def __init__(self, updates: Sequence[Update], world: PointToPoint) -> None:
+    def __init__(self, updates: Sequence[WorkerUpdate], world: PointToPoint) -> None:
         self._updates, self._world, self._worker = updates, world, world.size - 1
         self._oldest = max(update.staleness for update in updates)
         self._history: dict[int, torch.Tensor] = {}  # version -> this server's weights
@@ -57,7 +59,7 @@ class Replayed:
     def chosen(self) -> Sequence[int]:
         return [self._worker]
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         return []
 
     def cut_off(self) -> None:
@@ -67,7 +69,7 @@ class Replayed:
 def replay(
     config: Config,
     task: Task,
-    updates: Sequence[Update],
+    updates: Sequence[WorkerUpdate],
     steps: Sequence[Progress],
     input_of: Callable[[TorchLearner, Progress], StepInput],
     threads: int,
@@ -95,31 +97,40 @@ def replay(
         torch.set_num_threads(before)
 
 
-def _learners(config: Config, task: Task, updates: Sequence[Update], world: ThreadRanks, group: ThreadRanks) -> list[TorchLearner]:
-    """Learners of the servers, and of the worker."""
+def _learners(config: Config, task: Task, updates: Sequence[WorkerUpdate], world: ThreadRanks, group: ThreadRanks) -> list[TorchLearner]:
+    """The learners of the servers, and of the worker."""
     device = pick_device(config, ALONE)
     precision = pick_precision(config, device, ALONE)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     model = normed_model(config, task, ALONE).to(device=device, dtype=precision.weights)
-    models = [model, *(copy.deepcopy(model) for _ in range(group.size))]
-    return [
-        assemble(config, task, _mesh(world, group, rank), models[rank], precision, device, strategy_of=_strategy_of(config, updates))
-        for rank in range(world.size)
-    ]
+    learners = []
+    for rank in range(world.size):
+        stopwatch = ReplaceableStopwatch(stopwatch_for(device))
+        making = Making(config, task, _mesh(world, group, rank), device, precision, stopwatch)
+        learners.append(assemble(_InOneProcess(making, model if not rank else copy.deepcopy(model), updates)))
+    return learners
+
+
+class _InOneProcess(Arrangement):
+    """A rank that is a thread."""
+
+    def __init__(self, making: Making, model: torch.nn.Module, updates: Sequence[WorkerUpdate]) -> None:
+        self._given, self._updates = model, updates
+        super().__init__(making)
+
+    def make(self) -> torch.nn.Module:
+        return self._given
+
+    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
+        config, mesh, stopwatch = self.making.config, self.making.mesh, self.making.stopwatch
+        servers, world = config.servers, cast(PointToPoint, mesh.world)
+        ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
+        if world.rank == servers.count:
+            return Worker(servers, ranges, world, stopwatch)
+        return Server(servers, ranges, world, mesh.role, Replayed(self._updates, world), stopwatch)
 
 
 def _mesh(world: ThreadRanks, group: ThreadRanks, rank: int) -> Mesh:
     role: Any = ThreadCommunicator(group, rank) if rank < group.size else ALONE
     everyone: Any = ThreadCommunicator(world, rank)
     return one_group(everyone)._replace(servers=group.size, role=role)
-
-
-def _strategy_of(config: Config, updates: Sequence[Update]) -> Callable[[Mesh, NamedParameters, Stopwatch], Strategy]:
-    def make(mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Strategy:
-        servers, world = config.servers, cast(PointToPoint, mesh.world)
-        ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
-        if world.rank == servers.count:
-            return Worker(servers, ranges, world, stopwatch)
-        return Server(servers, ranges, world, mesh.role, Replayed(updates, world), stopwatch)
-
-    return make

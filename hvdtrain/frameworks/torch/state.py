@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy
-from hvdtrain.frameworks.torch.precision import LossScale, NoScale, load_loss_scale, without_loss_scale
+from hvdtrain.frameworks.torch.precision import Scale, load_loss_scale, without_loss_scale
 
 
 class LearnerState:
@@ -23,7 +24,7 @@ class LearnerState:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scale: NoScale | LossScale,
+        scale: Scale,
         strategy: Strategy,
         is_first_replica: bool = True,
     ) -> None:
@@ -127,3 +128,17 @@ def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
 
 def _without_optimizer(shapes: Shapes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.startswith("s.")}
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Learner.averaged(), where there are averages. To enter it is a collective where ranks have parts of them."""
+    found = strategy.put_together(lambda p: rule_optimizer.average(optimizer, p), parameters)
+    weights = {p: p.data for p in found}
+    try:
+        for p, average in found.items():
+            p.data = average
+        yield
+    finally:
+        for p, own in weights.items():
+            p.data = own

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import WorkerUpdate
 from hvdtrain.training.telemetry.update_log import UpdateLog
 
 _MOST_BARS = 8  # of a line
@@ -25,8 +25,8 @@ class StalenessMeter:
             self._log.cut(step)
         return self
 
-    def fields(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """Fields of the event "step": `staleness`, of the updates since the last one; nothing where no update is asynchronous."""
+    def fields(self, updates: Sequence[WorkerUpdate]) -> dict[str, Any]:
+        """The field `staleness` of the event "step", of the updates since the last one; nothing where no update is asynchronous."""
         if not updates:
             return {}
         if self._log:

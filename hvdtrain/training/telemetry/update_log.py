@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import WorkerUpdate
 from hvdtrain.errors import UserError
 
 NAME = "updates.bin"
@@ -73,7 +73,7 @@ class UpdateLog:
             file.truncate(end)
         return is_there
 
-    def append(self, updates: Sequence[Update]) -> None:
+    def append(self, updates: Sequence[WorkerUpdate]) -> None:
         """Raises UserError where the disk does not take them."""
         records = np.empty(len(updates), _RECORD)
         for i, update in enumerate(updates):
@@ -123,7 +123,7 @@ def read_header(folder: Folder) -> Header | None:
     return Header(*fields) if (magic, version) == (_MAGIC, VERSION) else None
 
 
-def read_updates(run: Path) -> tuple[Header, list[Update]]:
+def read_updates(run: Path) -> tuple[Header, list[WorkerUpdate]]:
     """The whole log. Raises UserError where there is none, another version's, or a damaged one."""
     where = str(run / NAME)
     try:
@@ -141,12 +141,12 @@ def read_updates(run: Path) -> tuple[Header, list[Update]]:
         raise UserError(f"{NAME} is no log of version {VERSION}", where, "replay it with the hvdtrain that wrote it")
     whole = (len(data) - _HEADER.size) // _RECORD.itemsize  # a job that was killed may have written a part of the last one
     records = np.frombuffer(data, _RECORD, whole, _HEADER.size)
-    updates = [Update(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]
+    updates = [WorkerUpdate(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]
     _check(header, updates, where)
     return header, updates
 
 
-def _check(header: Header, updates: Sequence[Update], where: str) -> None:
+def _check(header: Header, updates: Sequence[WorkerUpdate], where: str) -> None:
     fix = "another copy of it, if there is one"
     if not (header.servers and header.workers and 0 < header.threads <= _MOST_THREADS):
         what = f"{header.servers} servers, {header.workers} workers, {header.threads} threads"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,17 +26,13 @@ from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.device import describe_device, seed_dropout
-from hvdtrain.frameworks.torch.gradients import clip_
-from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan
+from hvdtrain.frameworks.torch.gradients import one_or_nan
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
-from hvdtrain.frameworks.torch.own_loop.elsewhere import elsewhere
-from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE, take_optimizer
-from hvdtrain.frameworks.torch.own_loop.grad_scaler import Overflows, Scaled
-from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import PreparedOptimizer
+from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import WHERE, GivenScale, PreparedOptimizer, Scaled, take_optimizer
 from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
-from hvdtrain.frameworks.torch.precision import NoScale
 from hvdtrain.frameworks.torch.state import LearnerState
+from hvdtrain.frameworks.torch.step import Update
 
 
 @dataclass(frozen=True)
@@ -106,18 +102,18 @@ class OwnLearner:
         self.strategy: Strategy = sharded or select_strategy(config, mesh, self._named, optimizer, stopwatch)
         wrapped = self.strategy.wrap(model, optimizer)
         self.model, self.forward, self._inner = uncompiled(model), wrapped.forward, wrapped.optimizer
-        self.optimizer = PreparedOptimizer(self._inner, self._update)
-        self.shards = [self.strategy.shard(p) for _, p in self._named]
-        self._updated = [shard.parameter for shard in self.shards]
-        self.is_sharded = not all(shard.is_whole for shard in self.shards)
+        self.optimizer = PreparedOptimizer(self._inner, self._step)
+        shards = [self.strategy.shard(p) for _, p in self._named]
+        self.is_sharded = not all(shard.is_whole for shard in shards)
         self.dtype = self._named[0][1].dtype
         self.buffers = Buffers(self.model, self.device)
-        self._state = LearnerState(self.model, self._inner, NoScale(), self.strategy, mesh.replicas.rank == 0)
+        self._scale = GivenScale(self.is_sharded)
+        self._update = Update(config, self._inner, self.strategy, shards, self._scale, self.buffers.restore)
+        self._state = LearnerState(self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0)
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)  # steps with numbers that are not finite
         self._batch: Samples | None = None  # whose step has not been made yet
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
-        self._overflows = Overflows()
 
     def cache_on_device(self, source: Source) -> bool:
         """Never: the script may look at any sample."""
@@ -190,20 +186,14 @@ class OwnLearner:
             for _, p in self._named:
                 p.grad = elsewhere(p)
 
-    def _update(self, scaled: Scaled | None) -> None:
+    def _step(self, scaled: Scaled | None) -> None:
         """The optimizer's step from the mean gradient over the global batch; scaled: by a GradScaler. A collective."""
         if self._batch is None or not self._passed:
             what = "optimizer.step() without ctx.backward(loss)" if self._batch is not None else "optimizer.step() without a new batch"
             fix = "ctx.backward(loss) in the place of loss.backward(): it weights this rank's samples, and brings the gradient of all ranks"
             raise UserError(what, "optimizer.step()", fix if self._batch is not None else "one step for each batch of ctx.samples()")
-        bad = self.strategy.total(any_nonfinite(self._updated).double()) > 0
-        left_out = self._overflows.unscale(scaled, self._updated, bad, self.is_sharded)
-        self._bad = self._bad + bad.double() * (not left_out) / self.strategy.equal_ranks
-        if self.config.guard.nonfinite == "skip" and bad:  # the host waits for the device here
-            self.buffers.restore()
-        elif not left_out:
-            clip_(self.shards, self.config.optim.clip_norm, self.config.optim.clip_value, self.strategy.total)
-            self.strategy.optimizer_step(self._inner)
+        self._scale.scaled = scaled
+        self._bad = self._bad + self._update.make(self._update.unscaled_are_bad())["nonfinite"]
         self.zero_grad()
         self._batch = None
         self._on_step()
@@ -266,7 +256,7 @@ class OwnLearner:
     def describe(self) -> str:
         count = sum(p.numel() for _, p in self._named)
         precision = str(self.dtype).removeprefix("torch.")
-        name = type(self.model).__name__.removeprefix("FSDP" if self.config.shard.stage == 3 else "")  # fully_shard() has made a class
+        name = self.strategy.class_name(self.model)
         return f"{name}, {count:,} parameters, {precision} on {describe_device(self.device)}, {self.strategy.summary}"
 
 
@@ -292,3 +282,20 @@ def _check_loss(loss: Any, where: str) -> None:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         found += " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
         raise UserError(f"the loss is {found}", where, "one number that depends on the model: the mean over this rank's samples")
+
+
+class Elsewhere(torch.Tensor):
+    """Has a parameter's shape and type, and one number of memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        what = "with shard.stage each rank has a part of the gradients, and p.grad has none"
+        fix = (
+            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or shard.stage=0, with which p.grad is the mean over all ranks"
+        )
+        raise UserError(what, "p.grad after ctx.backward()", fix)
+
+
+def elsewhere(p: torch.nn.Parameter) -> torch.Tensor:
+    """In the place of the gradient of `p`."""
+    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(Elsewhere)

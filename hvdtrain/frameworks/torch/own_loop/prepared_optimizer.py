@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.own_loop.given_optimizer import without_own_keys
-from hvdtrain.frameworks.torch.own_loop.grad_scaler import Scaled
+from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, Construction, numbers, signature_of
+from hvdtrain.frameworks.torch.precision import Scale
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -58,3 +59,91 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"prepared {self._inner!r}"
+
+
+WHERE = "ctx.prepare()"
+
+
+def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError where the two do not belong together."""
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module and a torch.optim.Optimizer"
+        raise UserError(what, WHERE, "model, optimizer = ctx.prepare(model, optimizer)")
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad's constructor makes one of step 0
+        fix = "prepare() first; ctx.resume() brings the state of a checkpoint"
+        raise UserError("the optimizer has made steps already, or loaded a state: ranks would begin with different ones", WHERE, fix)
+    if "step" in vars(optimizer):  # torch's schedulers put a function of their own there
+        fix = "model, optimizer = ctx.prepare(model, optimizer), then the scheduler of that optimizer, then ctx.resume()"
+        raise UserError("a scheduler has this optimizer already, and would not follow the one that prepare() returns", WHERE, fix)
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        what = f"{type(optimizer).__name__} computes the loss several times in a step, and gradients are exchanged once for each batch"
+        raise UserError(what, WHERE, "an optimizer whose step() needs no closure, as SGD or AdamW")
+    _check_parameters(model, optimizer)
+    signature = signature_of(type(optimizer))
+    known = signature.parameters if signature else {}
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
+    for group in optimizer.param_groups:
+        initial = numbers({key: value for key, value in group.items() if key != "params"})
+        group |= {"excluded": False, "follow": (), "construction": Construction(type(optimizer), arguments, (), initial)}
+
+
+def without_own_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict() of the optimizer as its class would give it."""
+    groups = [{key: value for key, value in group.items() if key == "params" or key not in OWN_KEYS} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    of_model = {p: name for name, p in model.named_parameters()}
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    if not updated <= of_model.keys():
+        shapes = ", ".join(str(tuple(p.shape)) for p in updated - of_model.keys())
+        what = f"the optimizer updates parameters that are not the model's, of shape {shapes}"
+        raise UserError(what, WHERE, "one module that has all parameters; the optimizer is made of its parameters(), after model.to(...)")
+    left_out = [name for p, name in of_model.items() if p.requires_grad and p not in updated]
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        fix = "give it all that is trained, or requires_grad_(False) for what is not"
+        raise UserError(f"{left_out[0]}{more} would be trained, and the optimizer does not have it", WHERE, fix)
+    if not updated:
+        raise UserError("the model has no parameter to train", WHERE, "a model with parameters whose requires_grad is true")
+
+
+MOST = 30  # overflows in a row: from 2^16 the scale has come to 2^-14, and it was no overflow
+
+
+class Scaled(NamedTuple):
+    """What GradScaler.step() gives an optimizer that says _step_supports_amp_scaling."""
+
+    found_inf: torch.Tensor  # above 0 where a gradient is not finite
+    scale: torch.Tensor | None  # of the gradients; None after GradScaler.unscale_()
+
+
+class GivenScale(Scale):
+    """The scale of a script's GradScaler. All ranks have the same gradients, so their scalers find the same overflows."""
+
+    def __init__(self, is_sharded: bool) -> None:
+        """is_sharded: this rank has only parts of the gradients."""
+        super().__init__()
+        self.scaled: Scaled | None = None  # of this step
+        self._is_sharded, self._in_a_row = is_sharded, 0  # overflows, in each of which the scale is halved
+
+    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Raises UserError where this rank has only parts of the gradients."""
+        if self.scaled is None:
+            return
+        if self._is_sharded:
+            what = "a GradScaler sees this rank's part of the gradients alone: ranks would scale by different numbers"
+            raise UserError(
+                what, "scaler.step(optimizer)", "shard.stage=0; or bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
+            )
+        if self.scaled.scale is not None:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self.scaled.scale.reciprocal())
+
+    def update(self, bad: torch.Tensor) -> bool:
+        """Scale.update(), for which the host waits for the device, in each step of a scaler."""
+        if self.scaled is None:
+            return False
+        self._in_a_row = self._in_a_row + 1 if bool(bad | (self.scaled.found_inf > 0)) else 0
+        return 0 < self._in_a_row <= MOST

@@ -8,7 +8,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE
+from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import WHERE
 from hvdtrain.frameworks.torch.parallel.fsdp import Fsdp, device_mesh, shard_model
 
 

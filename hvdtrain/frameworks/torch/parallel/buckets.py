@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
-from typing import Generic, Protocol, TypeVar
+import time
+from collections.abc import Sequence, Sized
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator, Handle, Op
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder, group
 from hvdtrain.frameworks.torch.parallel.strategy import (
     Held,
     NamedParameters,
@@ -62,7 +65,7 @@ class Buckets(Strategy):
     def weights_changed(self) -> None:
         self._order.cut_off()
         for bucket in self._buckets:
-            bucket.cut_off()
+            bucket.forget()
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
@@ -77,136 +80,77 @@ class Buckets(Strategy):
         return Held(in_place, [bucket.memory for bucket in self._buckets if not bucket.optimizer_reads_buffer])
 
 
-class Fillable(Protocol):
-    """Some parameters, whose gradients are copied into one buffer."""
-
-    parameters: list[torch.nn.Parameter]
-
-    def take(self, p: torch.nn.Parameter) -> None: ...
-
-
-B = TypeVar("B", bound=Fillable)
-
-
-class InOrder(Generic[B]):
-    """Fills buckets as backward computes gradients, and starts full ones: one after the other, in the same order on every rank.
-
-    Between begin() and end() the gradients of a pass are taken; p.grad then has the sum over the passes that were not.
-    """
-
-    def __init__(self, buckets: Sequence[B], start: Callable[[B], None], stopwatch: Stopwatch) -> None:
-        self._buckets, self._start, self._stopwatch = buckets, start, stopwatch
-        self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-        self._missing = [0] * len(buckets)  # gradients that backward has not computed yet
-        self._started = 0  # buckets
-        self._takes = False
-        for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._gradient_is_ready)
-
-    def begin(self) -> None:
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._started, self._takes = 0, True
-
-    def end(self) -> None:
-        """Starts those that backward did not complete."""
-        self._start_until(len(self._buckets))
-        self._takes = False
-
-    def cut_off(self) -> None:
-        """The step does not come to its end."""
-        self._takes = False
-
-    def _gradient_is_ready(self, p: torch.nn.Parameter) -> None:
-        """A hook in backward."""
-        if not self._takes:
-            return
-        index = self._bucket_of[p]
-        self._buckets[index].take(p)
-        self._missing[index] -= 1
-        complete = self._started
-        while complete < len(self._buckets) and self._missing[complete] == 0:
-            complete += 1
-        if complete > self._started:
-            self._stopwatch.enter("communication")  # an engine may wait for the other ranks here
-            self._start_until(complete)
-            self._stopwatch.enter("backward")
-
-    def _start_until(self, count: int) -> None:
-        for bucket in self._buckets[self._started : count]:
-            self._start(bucket)
-        self._started = max(self._started, count)
-
-
-class _Bucket:
-    """Some parameters, and the buffer in which their gradients are reduced."""
+class _Bucket(Bucket):
+    """A bucket whose buffer is reduced."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], name: str, communicator: Communicator, compressed: torch.dtype | None) -> None:
-        self.parameters, self.name = parameters, name
+        super().__init__(parameters)
+        self.name = name
         first = parameters[0]
         device = reduction_device(first.device, communicator)
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device)
         self.optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device  # without a copy
-        self._index = {p: i for i, p in enumerate(parameters)}
-        self._views = self._split()  # of the buffer, one for each parameter
-        self._taken = [False] * len(parameters)
         self._handle: Handle | None = None
 
     @property
     def memory(self) -> torch.Tensor:
         return self._flat
 
-    def take(self, p: torch.nn.Parameter) -> None:
-        """Copies p.grad into the buffer; p.grad becomes that memory where the optimizer can read it."""
-        index = self._index[p]
-        assert p.grad is not None
-        self._views[index].copy_(p.grad)
-        self._taken[index] = True
-        if self.optimizer_reads_buffer:
-            p.grad = self._views[index]
+    def empty(self) -> torch.Tensor:
+        return self._flat
+
+    def view(self, flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        """In p's memory format too: what works on many tensors at once wants all in one order."""
+        if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last):
+            return flat.as_strided(p.shape, p.stride(), flat.storage_offset() + self._begins[p])
+        return super().view(flat, p)
 
     def start(self, communicator: Communicator, op: Op) -> None:
         """Starts the allreduce."""
-        for p, view, taken in zip(self.parameters, self._views, self._taken, strict=True):
-            if not taken:  # no gradient in the last micro-batch: send what earlier micro-batches accumulated, else 0
-                view.zero_() if p.grad is None else view.copy_(p.grad)
-        self._taken = [False] * len(self.parameters)
+        self.fill()
         self._handle = communicator.start_allreduce(self._flat, self.name, op)
-
-    def cut_off(self) -> None:
-        """What was taken is void."""
-        self._taken = [False] * len(self.parameters)
 
     def unpack(self) -> None:
         """Waits for the allreduce, and makes each p.grad its result."""
         assert self._handle is not None, self.name
         flat = self._handle.wait()
-        if flat is not self._flat:
-            self._flat = flat
-            self._views = self._split()
-        for p, view in zip(self.parameters, self._views, strict=True):
+        self._flat = flat
+        for p in self.parameters:
+            view = self.view(flat, p)
             p.grad = view if self.optimizer_reads_buffer else view.to(p.device, p.dtype)
 
-    def _split(self) -> list[torch.Tensor]:
-        views = self._flat.split([p.numel() for p in self.parameters])
-        return [_shaped_like(view, p) for view, p in zip(views, self.parameters, strict=True)]
+
+SIZES_MB = (0.5, 1, 2, 4, 8, 16, 32, 64)
+ROUNDS = 5
+CLOSE = 1.1  # among sizes that are this near to the fastest the smallest wins: its first bucket starts earliest in backward
 
 
-def _shaped_like(flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """(p.numel(),) as p's shape and memory format: what works on many tensors at once wants all in one order."""
-    if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last):
-        return flat.as_strided(p.shape, p.stride(), flat.storage_offset())
-    return flat.view(p.shape)
+class Tuned(NamedTuple):
+    bucket_bytes: int
+    seconds: float  # that the reduction of all buckets of this size takes
 
 
-def group(named: NamedParameters, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Parameters from last to first, cut where a bucket is full or the dtype changes."""
-    groups: list[list[torch.nn.Parameter]] = []
-    used = 0
-    for _, p in reversed(named):
-        size = p.numel() * p.element_size()
-        if not groups or used + size > bucket_bytes or groups[-1][0].dtype != p.dtype:
-            groups.append([])
-            used = 0
-        groups[-1].append(p)
-        used += size
-    return groups
+def fastest_bucket_bytes(named: NamedParameters, communicator: Communicator, compressed: torch.dtype | None) -> Tuned:
+    """The smallest of the fast sizes: the buckets of each size in turn are all started, then waited for, and the slowest rank counts.
+
+    Every rank calls it, and gets the same.
+    """
+    counts_of = {mb: [sum(p.numel() for p in bucket) for bucket in group(named, int(mb * 2**20))] for mb in SIZES_MB}
+    sizes = [mb for i, mb in enumerate(SIZES_MB) if counts_of[mb] not in [counts_of[less] for less in SIZES_MB[:i]]]
+    first = named[0][1]
+    device, dtype = reduction_device(first.device, communicator), compressed or first.dtype
+    times = np.full((len(sizes), ROUNDS), np.inf)
+    for turn in range(-1, ROUNDS):  # the first turn warms up
+        for i, mb in enumerate(sizes):
+            buffers = [torch.zeros(n, dtype=dtype, device=device) for n in counts_of[mb]]
+            communicator.allreduce(np.zeros(1), "tune.begin")
+            began = time.perf_counter()
+            for handle in [communicator.start_allreduce(flat, f"tune.{i}.{j}") for j, flat in enumerate(buffers)]:
+                handle.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn >= 0:
+                times[i, turn] = time.perf_counter() - began
+    seconds = np.median(communicator.allreduce(times, "tune.times", "max"), axis=1)
+    best = int(np.flatnonzero(seconds <= CLOSE * seconds.min())[0])
+    return Tuned(int(sizes[best] * 2**20), float(seconds[best]))

@@ -60,6 +60,8 @@ class Divided(Around):
         self._of_stage = {p for p in parameters if pipelined is None or pipelined.updates(p)}
         self._absent = pipelined.free_absent(cuts) if pipelined else {}
         self._shards = {p: self._owned(p) for p in parameters}
+        self.calls_model = within.calls_model and pipelined is None
+        self.gathers_in_passes = within.gathers_in_passes
         self._copied = [p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1]
         self._summed = [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
         self.waits_in_passes = within.waits_in_passes or (mesh.tensor.size > 1 and any(p.is_cuda for p in parameters))  # parallel/timed.py

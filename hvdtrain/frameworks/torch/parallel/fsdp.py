@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,12 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
+from hvdtrain.frameworks.torch.parallel.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
@@ -56,32 +55,6 @@ class ShardedModel(NamedTuple):
         return Fsdp(self, config.shard.offload == "optimizer")
 
 
-def make_sharded(
-    make: Callable[[], torch.nn.Module],
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    communicating: Communicating = nullcontext,
-) -> ShardedModel:
-    """The model that make() returns, with the weights that rank 0's has: unit by unit, so that no rank has all of them at a time.
-
-    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank calls it; `communicating`: of the
-    stopwatch. Raises UserError for a parameter that is a single number, which has no rows, and for tensor groups on an engine without
-    torch's own process groups before torch 2.13.
-    """
-    if "ddp" not in mesh.world.features:
-        if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
-            what = f"shard.stage=3 with parallel.tensor does not start on this engine with torch {torch.__version__}"
-            raise UserError(what, config.where("parallel.tensor"), "torch 2.13 or newer; or comm.engine=torchdist; or shard.stage=2")
-        start_process_group(mesh.world)
-    model, deferred = make_deferred(make)
-    sharded = shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype, communicating)
-    if deferred is None:
-        return sharded._replace(summary=f"{sharded.summary}, made whole first: its constructor reads its own numbers")
-    return sharded
-
-
 def shard_model(
     model: torch.nn.Module,
     deferred: Deferred | None,
@@ -92,7 +65,11 @@ def shard_model(
     dtype: torch.dtype,
     communicating: Communicating = nullcontext,
 ) -> ShardedModel:
-    """Shards a model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors."""
+    """A model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors.
+
+    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank calls it; `communicating`: of the
+    stopwatch. Raises UserError for a parameter that is a single number.
+    """
     for name, p in model.named_parameters():
         if not p.ndim:
             what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
@@ -314,7 +291,7 @@ class Fsdp(Strategy):
     whole weights have 16 bits where layers compute in 16 bits (gathered_types.py).
     """
 
-    waits_in_passes = True
+    waits_in_passes = gathers_in_passes = True
 
     def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
         """on_host: the optimizer updates copies of the weights in host memory."""
@@ -327,6 +304,9 @@ class Fsdp(Strategy):
     @property
     def equal_ranks(self) -> int:
         return self._mesh.world.size
+
+    def class_name(self, model: torch.nn.Module) -> str:
+        return type(model).__name__.removeprefix("FSDP")  # fully_shard() has made a class of the model's own
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.buckets import group
+from hvdtrain.frameworks.torch.parallel.bucket import group
+from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.strategy import (
+    Around,
+    Held,
     NamedParameters,
     Strategy,
     reduction_device,
@@ -63,3 +67,30 @@ class LocalSGD(Strategy):
             entries = sorted(optimizer.state.get(p, {}).items())
             found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]
         return found
+
+
+class PostLocalSGD(Around):
+    """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` says which of two strategies makes it.
+
+    Both leave the optimizer as it is, so its state goes on where they change, and no rank has to be told of it.
+    """
+
+    def __init__(self, together: Buckets, apart: LocalSGD, begins: str) -> None:
+        """begins: the local steps, in words."""
+        super().__init__(together)
+        self._together, self._apart = together, apart
+        self.summary = f"{together.summary}; from {begins} on {apart.summary}"
+
+    def begin_step(self, hyper: Hyper) -> None:
+        self._within = self._together if hyper.together else self._apart
+        self.local_mean = self._within.local_mean
+
+    def weights_changed(self) -> None:
+        self._together.weights_changed()
+        self._apart.weights_changed()
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        self._apart.sync(optimizer)
+
+    def held(self) -> Held:
+        return self._together.held()

@@ -10,12 +10,10 @@ from hvdtrain.config.length import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets
+from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets, fastest_bucket_bytes
 from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod
-from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
-from hvdtrain.frameworks.torch.parallel.post_local_sgd import PostLocalSGD
+from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
-from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 from hvdtrain.frameworks.torch.parallel.zero import Zero
 from hvdtrain.recipe.clock import epoch_multiplier
 
@@ -27,8 +25,8 @@ def select_strategy(
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet; of shard.stage=3 make_sharded() has one.
-    Every rank calls it.
+    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet; not of
+    shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls it.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
     optimizer or these parameters, and comm.reduce=distributed_optimizer asks for it.

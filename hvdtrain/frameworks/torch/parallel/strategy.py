@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.core.pieces import WHOLE, Cut
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, WorkerUpdate
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
@@ -76,6 +77,8 @@ class Strategy:
 
     summary: str = "no reduction"  # for the line that describes the learner: "gradients in 3 overlapped buckets"
     local_mean: bool = False  # a rank learns from the mean over its own samples, not over those of all ranks
+    calls_model: bool = True  # a rank may call the model by itself, outside of a step
+    gathers_in_passes: bool = False  # of the ranks that read different samples each calls the model as often as all others
     waits_in_passes: bool = False  # forward or backward wait for other ranks, so that the time of a pass is not this rank's own work
 
     def __init__(self, named: NamedParameters) -> None:
@@ -107,8 +110,8 @@ class Strategy:
         """Steps, of these, that this rank makes; as Learner has it."""
         return steps
 
-    def read_updates(self) -> list[Update]:
-        """Updates of asynchronous steps, since it was last called; as Learner has it."""
+    def read_updates(self) -> list[WorkerUpdate]:
+        """The updates of asynchronous steps, since it was last called; as Learner has it."""
         return []
 
     def begin_step(self, hyper: Hyper) -> None:
@@ -145,16 +148,28 @@ class Strategy:
         """Tensors of the shapes of the trained parameters, of which each rank gives its parts: of(parameter of a Shard). A collective."""
         return {p: of(p) for p in trained}
 
-    def divide_anew(self) -> torch.optim.Optimizer:
+    def class_name(self, model: torch.nn.Module) -> str:
+        """The name of the user's class: wrap() may have made the model another one."""
+        return type(model).__name__
+
+    def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
         """After ranks were lost: the optimizer of the parts that this rank has now, without state; shard() has them, too."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided among other ranks")
+
+    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
+        """Learner.how_to_go_on()."""
+        return None
+
+    def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
+        """Learner.go_on(), with the groups of the ranks that are left."""
+        raise NotImplementedError(f"{type(self).__name__} goes back to a sync point")
 
 
 class Around(Strategy):
     """A strategy that does what another one does, but for what its own methods do.
 
-    Not passed on: put_together() and divide_anew(), since optim.ema and guard.lost=shrink are refused beside what wraps; own_steps() and
-    read_updates(), which servers and workers have, that nothing wraps.
+    Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and guard.lost=shrink are refused beside what
+    wraps; own_steps() and read_updates(), which servers and workers have, that nothing of this kind wraps.
     """
 
     def __init__(self, within: Strategy) -> None:
@@ -196,6 +211,9 @@ class Around(Strategy):
 
     def held(self) -> Held:
         return self._within.held()
+
+    def class_name(self, model: torch.nn.Module) -> str:
+        return self._within.class_name(model)
 
 
 def run_passes(micro: Sequence[Any], divisor: int, one_pass: OnePass, before_last: Callable[[], None] = lambda: None) -> Sums:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import torch
+
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 
 Communicating = Callable[[], AbstractContextManager[None]]
@@ -17,6 +21,13 @@ Communicating = Callable[[], AbstractContextManager[None]]
 
 def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Communicator:
     return _Timed(communicator, stopwatch.communicating)
+
+
+def timed_mesh(mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch) -> Mesh:
+    """The mesh, whose groups that cut layers work in are timed where the host waits in them."""
+    if device.type != "cpu" or not config.parallel.cuts:
+        return mesh
+    return mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
 
 
 class _TimedHandle:

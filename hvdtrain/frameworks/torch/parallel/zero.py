@@ -5,8 +5,9 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,9 @@ from hvdtrain.comm.communicator import Communicator, Handle, part_of
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.optim.ops import TorchOps
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
-from hvdtrain.frameworks.torch.parallel.buckets import InOrder, group
-from hvdtrain.frameworks.torch.parallel.sharded_ops import ShardedOps, Total
+from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder, group
 from hvdtrain.frameworks.torch.parallel.strategy import (
     Held,
     NamedParameters,
@@ -68,11 +69,12 @@ class Zero(Strategy):
         self._of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
 
-    def divide_anew(self) -> torch.optim.Optimizer:
+    def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
+        self._mesh = mesh
         self._order.cut_off()
         self._buffers.forget()
         for bucket in self._buckets:
-            bucket.divide()
+            bucket.divide(mesh)
         self._shards = self._find_shards()
         return of_shards(self._of_wholes, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size)
 
@@ -82,7 +84,7 @@ class Zero(Strategy):
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         total: Sums = {}
         for bucket in self._buckets:
-            bucket.forget()
+            bucket.begin_step()
         for number, batch in enumerate(micro, start=1):
             is_last = number == len(micro)
             reduces = is_last or self._stage == 2
@@ -153,21 +155,20 @@ class _Buffers:
         self._reduced = []
 
 
-class _Bucket:
+class _Bucket(Bucket):
     """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the gradient."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], name: str, mesh: Mesh, buffers: _Buffers, on_host: bool) -> None:
-        self.parameters, self.name = parameters, name
-        self._mesh, self._buffers, self._on_host = mesh, buffers, on_host
-        sizes = [p.numel() for p in parameters]
+        super().__init__(parameters)
+        self.name, self._buffers, self._on_host = name, buffers, on_host
         with torch.no_grad():
             self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self._device = reduction_device(self._weights.device, mesh.world)
-        self._begins = dict(zip(parameters, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
-        self.divide()
+        self.divide(mesh)
 
-    def divide(self) -> None:
+    def divide(self, mesh: Mesh) -> None:
         """Takes this rank's part, by the ranks that there are now; what a step that was cut off has left is void."""
+        self._mesh = mesh
         self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)
         self._updated = self._weights[self._own]  # what the optimizer updates: the weights themselves, or a copy in host memory
         self._updated = self._updated.to("cpu") if self._on_host else self._updated
@@ -175,7 +176,7 @@ class _Bucket:
         self._sums = 0  # reductions that it has
         self._handle: Handle | None = None
         self._buffer: torch.Tensor | None = None
-        self._taken: set[torch.nn.Parameter] = set()
+        self.forget()
         self.shards = [self._shard(p) for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -193,30 +194,19 @@ class _Bucket:
         first = begin + start - self._own.start if stop > start else 0
         return Shard(torch.nn.Parameter(self._updated[first : first + stop - start]), p, start, stop)
 
-    def forget(self) -> None:
-        """The gradient of the step before."""
+    def begin_step(self) -> None:
+        """The gradient of the step before is void."""
         self._sums = 0
 
-    def take(self, p: torch.nn.Parameter) -> None:
-        """Copies p.grad into the buffer, and frees it; zeros where there is none."""
+    def empty(self) -> torch.Tensor:
         self.finish()  # of the micro-batch before
         if self._buffer is None:
             self._buffer = self._buffers.take(len(self._weights), self._weights)
-        begin = self._begins[p]
-        view = self._buffer[begin : begin + p.numel()]
-        if p.grad is None:
-            view.zero_()
-        else:
-            view.view(p.shape).copy_(p.grad)
-        p.grad = None
-        self._taken.add(p)
+        return self._buffer
 
     def start(self) -> None:
         """Starts the reduction."""
-        for p in self.parameters:
-            if p not in self._taken:
-                self.take(p)
-        self._taken = set()
+        self.fill()
         assert self._buffer is not None
         self._handle = self._mesh.shard.start_reduce_scatter(self._buffer.to(self._device), self.name)
         self._buffers.is_reduced(self)
@@ -302,3 +292,62 @@ def of_shards(
     sharded.ops = ShardedOps({shard.parameter: shard for shard in shards.values()}, total, rank, size)
     sharded.bytes_of = nbytes.__getitem__
     return sharded
+
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+Parts = list[torch.Tensor]  # (n,) of each parameter, what this rank has of an array of its shape; n may be 0
+AT_ONCE = 8 << 20  # bytes of whole matrices
+
+
+class ShardedOps(TorchOps):
+    """A norm is one of all parts; a matrix whose parts are on several ranks is put together, and orthogonalized on one of them alone."""
+
+    def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
+        """shards: by their parameter; total: the sum over ranks, of which this is `rank` of `size`."""
+        self._shards, self._total, self._rank, self._size = shards, total, rank, size
+        self._cut: dict[tuple[Any, ...], list[bool]] = {}
+
+    def norm(self, x: Parts) -> torch.Tensor:
+        return self._total(super().norm(x).square()).sqrt()
+
+    def orthogonalize(self, x: Parts, p: Parts, rounds: int, eps: float, dtype: str) -> Parts:
+        shards, is_cut = [self._shards[q] for q in p], self._are_cut(p)
+        found = [torch.empty_like(part) for part in x]
+        own = [i for i, shard in enumerate(shards) if not is_cut[i] and shard.stop > shard.start]
+        wholes = [x[i].view(shards[i].shape) for i in own]
+        for i, result in zip(own, super().orthogonalize(wholes, wholes, rounds, eps, dtype), strict=True):
+            found[i] = result.view(-1)
+        for some in runs_of_bytes([i for i in range(len(x)) if is_cut[i]], shards, x[0].element_size()):
+            shapes = [shards[i].shape for i in some]
+            wholes = self._put_together(shapes, {k: (shards[i].start, x[i]) for k, i in enumerate(some)}, x[0])
+            mine = range(self._rank, len(some), self._size)  # ranks take turns
+            results = super().orthogonalize([wholes[k] for k in mine], wholes, rounds, eps, dtype)
+            results = self._put_together(shapes, {k: (0, result.view(-1)) for k, result in zip(mine, results, strict=True)}, x[0])
+            for i, result in zip(some, results, strict=True):
+                found[i] = result.view(-1)[shards[i].start : shards[i].stop]
+        return found
+
+    def _are_cut(self, p: Parts) -> list[bool]:
+        """Whether a rank has only a part of each parameter; the same on every rank."""
+        key = tuple(p)
+        if key not in self._cut:
+            own = [0 < shard.stop - shard.start < math.prod(shard.shape) for shard in (self._shards[q] for q in p)]
+            on_ranks = self._total(p[0].new_tensor(own)).tolist()
+            self._cut[key] = [here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)]  # ranks: unknown in a prediction
+        return self._cut[key]
+
+    def _put_together(self, shapes: Sequence[tuple[int, ...]], given: Mapping[int, tuple[int, torch.Tensor]], like: torch.Tensor) -> Parts:
+        """Arrays of these shapes. given: of some of them, where this rank's elements begin, and those; every rank calls it."""
+        sizes = [math.prod(shape) for shape in shapes]
+        row = like.new_zeros(sum(sizes))
+        for k, (start, part) in given.items():
+            begin = sum(sizes[:k]) + start
+            row[begin : begin + len(part)] = part
+        return [array.view(shape) for array, shape in zip(self._total(row).split(sizes), shapes, strict=True)]
+
+
+def runs_of_bytes(indices: Sequence[int], shards: Sequence[Shard], itemsize: int) -> Iterator[list[int]]:
+    """Some of the indices at a time, in order, whose shards are of parameters of about AT_ONCE bytes together, or one larger one."""
+    ends = itertools.accumulate(math.prod(shards[i].shape) * itemsize for i in indices)
+    for _, run in itertools.groupby(zip(ends, indices, strict=True), lambda pair: pair[0] // AT_ONCE):
+        yield [i for _, i in run]

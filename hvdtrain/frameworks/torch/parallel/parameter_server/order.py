@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdtrain.core.updates import Outstanding, Update
+from hvdtrain.core.updates import Outstanding, WorkerUpdate
 
 
 class Window(NamedTuple):
@@ -14,7 +14,7 @@ class Window(NamedTuple):
 
     first: int
     behind: int
-    updates: Sequence[Update]  # in their order
+    updates: Sequence[WorkerUpdate]  # in their order
     reads: dict[int, Outstanding]  # worker -> what it has read for
 
     def left(self) -> list[int]:
@@ -37,7 +37,7 @@ class Order:
         self._bound = bound
         self.version = 0  # updates done
         self._window = Window(0, 0, [], {})
-        self._updates: list[Update] = []  # since the sync point
+        self._updates: list[WorkerUpdate] = []  # since the sync point
         self._left: deque[int] = deque()  # tickets
         self._granted: dict[int, int] = {}  # worker -> its next ticket, for which it has not read yet
         self._waiting: list[int] = []  # of these workers those that have no other read, the first to come first
@@ -62,8 +62,8 @@ class Order:
             reads[update.worker] = Outstanding(update.ticket, number - update.staleness)
         return self._window._replace(updates=self._updates[:made], reads=reads)
 
-    def read_updates(self) -> list[Update]:
-        """Updates of the window, at its end."""
+    def read_updates(self) -> list[WorkerUpdate]:
+        """The updates of the window, at its end."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -89,13 +89,13 @@ class Order:
         """The worker's gradient is complete."""
         self._arrived.append(worker)
 
-    def next_update(self) -> Update | None:
+    def next_update(self) -> WorkerUpdate | None:
         """The next update, from the first gradient that may be applied; None where none may be before another one arrives."""
         worker = next((worker for worker in self._arrived if self._may_be_applied(worker)), None)
         if worker is None:
             return None
         self._arrived.remove(worker)
-        update = Update(self._tickets.pop(worker), self.version - self._reads.pop(worker), worker)
+        update = WorkerUpdate(self._tickets.pop(worker), self.version - self._reads.pop(worker), worker)
         self._updates.append(update)
         self.version += 1
         if worker in self._granted:

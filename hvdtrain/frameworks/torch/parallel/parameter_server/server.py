@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import torch
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import GoOn, Update
+from hvdtrain.core.updates import GoOn, WorkerUpdate
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreement
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, AsynchronousTurns, Turns, end_all
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Strategy, Wrapped
@@ -72,11 +72,10 @@ class Server(Strategy):
         self._sent_again = []
         return steps[self._version - first :]
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         return self._turns.read_updates()
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        self.of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -151,16 +150,16 @@ class Server(Strategy):
             return Report(rank, kept)
         return Report(rank, self._version, outstanding=self._turns.outstanding(self._version))
 
-    def go_on(self, how: GoOn, kept: int, group: Communicator) -> None:
+    def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         assert isinstance(self._turns, AsynchronousTurns)
         workers = range(self._ranges.servers, self._world.size)
         self._turns.go_on(how, workers, is_begun=self._sync_points.is_begun(kept))
         self._inboxes = {now: self._inboxes[former].of_worker(now) for former, now in how.ranks.items() if former in self._inboxes}
         self._sent_again = [self._inboxes[worker] for worker in how.sent_again]
         self._version, self._goes_on = how.version, True
-        self._group = group
+        self._group = mesh.role
         if self._agreement:
-            self._agreement = self._agreement.of_group(group)
+            self._agreement = self._agreement.of_group(mesh.role)
         self.summary = summary_of(self._config, self._world.size)
 
     def held(self) -> Held:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
-from hvdtrain.core.updates import GoOn, Outstanding, Update
+from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
 
 LEADER = 0  # the rank of the first server
@@ -45,7 +45,7 @@ class Turns(Protocol):
     def chosen(self) -> Sequence[int]:
         """The workers from whose gradients the next update is made; waits for them."""
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         """Since it was last called, what is known here."""
 
     def cut_off(self) -> None:
@@ -78,7 +78,7 @@ class AllWorkers:
     def chosen(self) -> Sequence[int]:
         return self._workers
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         return []
 
     def cut_off(self) -> None:
@@ -116,7 +116,7 @@ class Leader:
         self._decide([update.worker])
         return [update.worker]
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         return self._order.read_updates()
 
     def outstanding(self, version: int) -> dict[int, Outstanding]:
@@ -165,7 +165,7 @@ class Follower:
     def chosen(self) -> Sequence[int]:
         return self._decision()
 
-    def read_updates(self) -> list[Update]:
+    def read_updates(self) -> list[WorkerUpdate]:
         return []
 
     def cut_off(self) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
+from hvdtrain.comm.communicator import Handle, PointToPoint
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.updates import GoOn
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.buckets import InOrder
+from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
@@ -89,7 +90,6 @@ class Worker(Strategy):
             self._arriving.append((self._world.start_recv(host, server, "weights", WEIGHTS), part))
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        self.of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -164,42 +164,27 @@ class Worker(Strategy):
             return None
         return Report(rank, held=self._held if self._sync_points.is_begun(kept) else None)
 
-    def go_on(self, how: GoOn, kept: int, group: Communicator) -> None:
+    def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         self._sends_again = self._world.rank in how.sent_again
         self._arriving, self._done, self._ticket, self._failure = [], None, None, None
         for bucket in self._buckets:
-            bucket.forget()
+            bucket.forget_all()
         self.summary = summary_of(self._config, self._world.size)
 
 
-class _Bucket:
-    """Some parameters, and the buffer from which their gradients are sent."""
+class _Bucket(Bucket):
+    """A bucket from whose buffer each server's part is sent."""
 
     def __init__(self, number: int, parameters: list[torch.nn.Parameter], ranges: Ranges, world: PointToPoint) -> None:
-        self.parameters, self._world = parameters, world
+        super().__init__(parameters, {p: ranges.slots[p].begin for p in parameters})
+        self._world = world
         self._flat = torch.zeros(ranges.lengths[number], dtype=parameters[0].dtype)
         self._parts = [self._flat[ranges.part(number, server)] for server in range(ranges.servers)]
-        self._begins = {p: ranges.slots[p].begin for p in parameters}
-        self._taken: set[torch.nn.Parameter] = set()
         self._sending: list[Handle] = []
 
-    def take(self, p: torch.nn.Parameter) -> None:
-        """Copies p.grad into the buffer, and frees it; zeros where there is none."""
+    def empty(self) -> torch.Tensor:
         self.finish()
-        view = self._flat[self._begins[p] : self._begins[p] + p.numel()]
-        if p.grad is None:
-            view.zero_()
-        else:
-            view.view(p.shape).copy_(p.grad)
-        p.grad = None
-        self._taken.add(p)
-
-    def fill(self) -> None:
-        """Takes what backward has not computed."""
-        for p in self.parameters:
-            if p not in self._taken:
-                self.take(p)
-        self._taken = set()
+        return self._flat
 
     def send(self) -> None:
         """Starts to send it."""
@@ -208,9 +193,10 @@ class _Bucket:
     def cut_off(self) -> None:
         end_all(self._sending)
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         """What was under way has ended, and what was taken of a pass that did not come to its end is void."""
-        self._sending, self._taken = [], set()
+        self._sending = []
+        self.forget()
 
     def finish(self) -> None:
         """Waits until the last gradient is sent."""

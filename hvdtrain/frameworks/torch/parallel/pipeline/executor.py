@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # torch's own zero-bubble schedules' split
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.frameworks.learner import TimedPass, UnderWay
-from hvdtrain.frameworks.torch.parallel.pipeline.passes import Passes
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Tied
 
@@ -159,7 +159,7 @@ class _Run:
     ) -> None:
         self._ranks, self._stages, self._samples, self._device, self._enter = ranks, stages, samples, device, enter
         self._last = len(stages) * ranks.size - 1
-        self._passes: dict[tuple[int, int], Passes] = {}  # by stage and micro-batch
+        self._passes: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch
         self._forms: dict[int, _Form] = {}  # of what comes into a stage
         self._coming: dict[Action, Handle] = {}
         self._outputs: dict[tuple[int, int], Handle] = {}  # on their way to the next stage
@@ -198,7 +198,7 @@ class _Run:
             self._forms[stage] = _Form.of_numbers(self._wait(found, stage - 1))
             self.prepare(action)
         x = self._wait(self._coming.pop(action), stage - 1).to(self._device) if stage else inputs()
-        passes = Passes(self._stages[stage], x, is_first=stage == 0)
+        passes = MicroBatch(self._stages[stage], x, is_first=stage == 0)
         if stage == self._last:
             passes.outputs = finish(passes.outputs)
         else:
@@ -289,3 +289,48 @@ def _tag(stage: int, *, backward: bool = False) -> int:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
+
+
+class _Alias(torch.autograd.Function):
+    """The memory of x: neither a leaf nor a view of one, which autograd lets no unit change in place, as nn.ReLU(inplace=True) does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class MicroBatch:
+    """A micro-batch in a stage, between its forward and its last backward pass; its memory is that of the activations."""
+
+    def __init__(self, stage: Stage, x: torch.Tensor, is_first: bool) -> None:
+        """x: (n, ...) the inputs of the model, whose gradient nobody takes, or what the stage before gave."""
+        self._x = x.detach().requires_grad_(torch.is_grad_enabled() and not is_first)
+        self.outputs: Any = stage(_Alias.apply(self._x))  # what backward() begins with; the loss takes its place in the last stage
+        self._parameters = [p for p in stage.parameters() if p.requires_grad]
+        self._groups: list[dict[str, Any]] = []  # torch's: of parameters, with the gradients that reach them
+
+    def backward(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Adds to p.grad; `gradient` is that of the outputs, None for a loss. Returns that of x."""
+        if self.outputs.requires_grad:
+            torch.autograd.backward(self.outputs, gradient)
+        return self._gradient_of_x()
+
+    def input_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """That of x alone, for which the stage before waits."""
+        if self.outputs.requires_grad:
+            gradients = None if gradient is None else [gradient]
+            _, self._groups = stage_backward_input([self.outputs], gradients, [self._x], iter(self._parameters))
+        return self._gradient_of_x()
+
+    def weight_gradient(self) -> None:
+        """The rest of backward(): adds to p.grad."""
+        stage_backward_weight(iter(self._parameters), self._groups)
+
+    def _gradient_of_x(self) -> torch.Tensor:
+        """Zeros where nothing depends on it."""
+        self.outputs = None
+        return torch.zeros_like(self._x) if self._x.grad is None else self._x.grad

@@ -1,4 +1,4 @@
-"""Hybrid: the strategy of ranks that each have a part of a model's dense layers, around the one that reduces all other gradients.
+"""parallel.dense: ranks that each have a part of a model's dense layers.
 
 Each element of the training state has one owner: of the dense layers the rank whose part it is in, of all else the one to which ZeRO's
 buckets give it. So norms over parameters, noise and checkpoints count everything once.
@@ -23,6 +23,8 @@ class Hybrid(Around):
 
     A reduction to the owners and the spreading of their weights send what an allreduce does.
     """
+
+    calls_model = False  # without the other ranks
 
     def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch) -> None:
         self._world, self._cuts = mesh.world, model.cuts()

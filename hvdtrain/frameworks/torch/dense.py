@@ -1,0 +1,116 @@
+"""Dense: the arrangement of parallel.dense, and the variable batch, in which the dense layers are updated several times a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.config.schema import Config
+from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
+from hvdtrain.frameworks.torch.optim import rule_optimizer
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.dense.strategy import Hybrid
+from hvdtrain.frameworks.torch.parallel.dense.turns import turn_learning_rate
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Shard, Strategy, fill_missing
+from hvdtrain.frameworks.torch.parallel.timed import timed
+from hvdtrain.frameworks.torch.step import Passes, Update
+
+
+class Dense(Arrangement):
+    """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense layers."""
+
+    without_samples = "call"
+
+    def cut(self) -> None:
+        """Raises UserError where the model names no dense part that can be cut."""
+        making, config, scheme = self.making, self.making.config, self.making.config.parallel.dense
+        assert scheme != "none", "arrangement_of() asks for it"
+        if making.planned is None:
+            send_from_rank_0(self.model, making.mesh)
+        world = timed(making.mesh.world, making.stopwatch) if making.device.type == "cpu" else making.mesh.world
+        self._hybrid = HybridModel(self.model, world, scheme, config.where("parallel.dense"))
+
+    @property
+    def body(self) -> torch.nn.Module:
+        return self._hybrid
+
+    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
+        return Hybrid(self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch)
+
+    def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
+        if self.making.config.parallel.dense_updates == 1:
+            return super().passes(strategy, *of_passes)
+        return DenseUpdates(*of_passes, model=self._hybrid, strategy=strategy)
+
+
+class DenseUpdates(Passes):
+    """The variable batch (Krizhevsky 2014, arXiv:1404.5997, section 3.2): a step's passes with an update of the dense part after each turn.
+
+    The step's end is left with the update of all other parameters, from their gradients.
+
+    An update of the dense part is made of its turn alone: the mean gradient over the turn's samples, clipped by itself, the turn's share of
+    the learning rate, and a rule's count of updates. Where a step with numbers that are not finite is to be left out, it is from the first
+    such turn on: the updates before it stay.
+    """
+
+    def __init__(self, config: Config, *of_passes: Any, model: HybridModel, strategy: Strategy) -> None:
+        """of_passes: as Passes has them. Raises UserError for a task whose samples do not all weigh the same."""
+        super().__init__(config, *of_passes)
+        forward, scale = self._forward, self._scale
+        if forward.task.sample_weight is None:
+            what = "the samples of this task do not all weigh the same, and the weight of a turn is not known"
+            raise UserError(what, config.where("parallel.dense_updates"), "parallel.dense_updates=1")
+        self._config, self._model, self._strategy = config, model, strategy
+        self._updates, self._sample_weight = config.parallel.dense_updates, forward.task.sample_weight
+        self._leaves_out = config.guard.nonfinite == "skip" or bool(scale.tensors)
+        self._dense = [p for p in model.dense_parameters() if p.requires_grad]
+        self._bad = torch.zeros((), dtype=torch.bool)  # whether a gradient of the step so far is not finite; of this rank
+
+    def updated_after(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        dense = set(self._dense)
+        return [shard for shard in shards if shard.whole not in dense]
+
+    def left_bad(self, bad: torch.Tensor) -> torch.Tensor:
+        return bad | self._bad
+
+    def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
+        return lambda batch, divisor, is_last: self._all_turns(batch, hyper, optimizer)
+
+    def _all_turns(self, batch: DeviceBatch, hyper: Hyper, optimizer: torch.optim.Optimizer) -> Sums:
+        """Forward and backward of this rank's samples of the step, and the updates of the dense part. A collective.
+
+        Leaves in all other parameters the gradient of the sum of own losses / weight of the global batch.
+        """
+        x, sums = self._forward.inputs_of(batch), zero_sums(self._forward.task.sums)
+        self._bad = torch.zeros((), dtype=torch.bool, device=x.device)
+        shards = [self._strategy.shard(p) for p in self._dense]
+        update = Update(self._config, optimizer, self._strategy, shards, self._scale, lambda: None, lambda optimizer: optimizer.step())
+        self._stopwatch.enter("forward")
+        autocast = functools.partial(self._forward.precision.autocast, x.device)
+        for number, turn in enumerate(self._model.turns(x, self._updates, autocast)):
+            losses = self._forward.losses(turn.outputs, samples_of(batch, turn.rows), training=True)
+            sums = add_sums(sums, losses.sums)
+            self._stopwatch.enter("backward")
+            self._scaled(losses, turn.samples * self._sample_weight).backward()
+            self._stopwatch.enter("update")
+            lr = turn_learning_rate(hyper.lr, turn.samples, hyper.batch)
+            rule_optimizer.set_hyper(optimizer, hyper._replace(lr=lr, step=hyper.step * self._updates + number))
+            self._end_turn(update)
+            self._stopwatch.enter("forward" if number < self._updates - 1 else "backward")  # of the convolutions, behind the last turn
+        rule_optimizer.set_hyper(optimizer, hyper)
+        return sums
+
+    def _end_turn(self, update: Update) -> None:
+        fill_missing(self._dense)
+        self._bad = self._bad | update.unscaled_are_bad()
+        if not (self._leaves_out and update.anywhere(self._bad)):  # the host waits for the device here
+            update.apply()  # of the parameters that have a gradient: these alone
+        for p in self._dense:
+            p.grad = None
