@@ -173,8 +173,8 @@ MUTANTS = (
     Mutant(
         "checkpoint.checksum",
         CHECKPOINTS,
-        "if checksums.get(name) != _checksum(file, on_piece):",
-        "if name not in checksums:",
+        "elif checksums.get(name) != _checksum(file, on_piece):",
+        "elif name not in checksums:",
         ("tests/training/test_checkpoint.py",),
     ),
     Mutant(

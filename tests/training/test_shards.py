@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
-from hvdtrain.training.checkpoint import files, shards, shared_file
+from hvdtrain.training.checkpoint import array_file, checkpoints, chunks, files, shards, shared_file
+from hvdtrain.training.checkpoint.byte_sums import ByteSum
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints, LastWrite
+from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.checkpoint.shared_file import BLOCK_BYTES, WholeBlocks
@@ -123,10 +126,11 @@ def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, sta
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ranks: int) -> None:
-    (tmp_path / "one").mkdir()
-    one = files.write(tmp_path / "one", NOW, STATE, IDENTITY)
-    many = write(tmp_path / "many", ranks)
+    (tmp_path / "alone").mkdir()
+    alone = files.write(tmp_path / "alone", NOW, STATE, IDENTITY)
+    one, many = write(tmp_path / "one", 1), write(tmp_path / "many", ranks)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
+    assert all((alone / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
     for mapped in (True, False):
         read = files.read_arrays(many, 2**20, mapped=mapped)
         assert read.keys() == STATE.keys() and all(np.array_equal(read[name], STATE[name]) for name in STATE)
@@ -232,6 +236,44 @@ def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(
     assert [read for _, read in found] == [3 + len(LARGE)] * 2  # pieces of files that rank 0 checked, and arrays that travelled
 
 
+def test_a_checkpoint_that_waits_for_a_long_write_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of training and without shards, too: each fsync takes 0.03 s here, and there is one for each 64 KiB."""
+
+    def train(communicator: ThreadRank) -> list[int]:
+        beats = Heartbeat()
+        saver = None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
+        of_rank = Checkpoints(communicator, WholeLearner(), tmp_path, 2**20, saver, ["n1"] * communicator.size, beats.go_on)
+        found = list[int]()
+        for step in (3, 4):
+            of_rank.expect()
+            of_rank.save_if_due(TrainState(Progress(10, 100, step, 8 * step), evaluated=step))
+            found.append(beats.beats)
+        of_rank.close()
+        return found
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (time.sleep(0.03), fsync(handle)))
+    monkeypatch.setattr(checkpoints, "LOOK_S", 0.01)
+    monkeypatch.setattr(files, "SYNC_BYTES", 2**16)
+    monkeypatch.setattr(array_file, "PIECE_BYTES", 2**16)
+    for ranks in (1, 2):
+        for first, second in in_threads(ranks, train):
+            assert first == 0 and second > 2, (first, second)  # 280 kB of weights in five pieces, 728 kB in twelve
+        assert [folder.name for folder in files.finished(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+class WholeLearner:
+    """All of LARGE on each rank."""
+
+    is_sharded = False
+
+    def state(self) -> Arrays:
+        return LARGE
+
+    def state_dict_names(self) -> dict[str, str]:
+        return {}
+
+
 def test_whole_blocks_are_a_ranks_own_and_the_rest_is_left() -> None:
     block = BLOCK_BYTES
     blocks = WholeBlocks(
@@ -250,7 +292,7 @@ def report(run: Path, **content: object) -> None:
     folder = shards._wait_for_folder(run, files.unfinished_name(3, "0123456789abcdef"), lambda: False)
     assert folder is not None
     with folder:
-        folder.replace("rank-00001.json", json.dumps(content).encode())
+        folder.replace("rank-00001.written", json.dumps(content).encode())
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_stays(tmp_path: Path) -> None:
@@ -260,18 +302,136 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_stays(tmp_path: Path) -> 
     assert caught.value.errno == errno.ENOSPC and list((run / "checkpoints").iterdir()) == []
 
 
-def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path) -> None:
-    begin = next(iter(parts(0, 2).layout.places(pieces(1, 2)[3])))[0]
-    other_bytes = [("optimizer.safetensors", begin, begin + pieces(1, 2)[3].array.nbytes, hashlib.sha256(b"").hexdigest())]
-    for name, ranges in {"little": [], "else": other_bytes}.items():
-        run = tmp_path / name
-        with pytest.raises(OSError, match=r"optimizer.safetensors (were not written by one rank|are not what was written)"):
-            write(run, 2, lambda rank, run=run, ranges=ranges: report(run, ranges=ranges))  # type: ignore[misc]
-        assert list((run / "checkpoints").iterdir()) == []
+class Wrong(Parts):
+    """Rank 1, which writes all, and says `more` than that."""
+
+    def __init__(self, more: ByteSum) -> None:
+        super().__init__(pieces(1, 2), files.ARRAYS, files.file_of, 1)
+        self._more = more
+
+    def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
+        return [of_file.plus(self._more) for of_file in super().write(folder, on_disk)]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"), [(ByteSum(0, 1), "were not written, or not by one rank"), (ByteSum(1, 0), "are not what was written")]
+)
+def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path, more: ByteSum, words: str) -> None:
+    run, name = tmp_path / "run", files.unfinished_name(3, "0123456789abcdef")
+    with pytest.raises(OSError, match=f"bytes of weights.safetensors {words}"):
+        write(run, 2, lambda _: write_parts(Wrong(more), run, name, lambda: False))
+    assert list((run / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_each_rank_reads_an_equal_share_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_hosts: bool) -> None:
+    for module in (chunks, shards):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**16)
+    read: Counter[str] = Counter()
+    pread = os.pread
+
+    def counted(handle: int, length: int, begin: int) -> bytes:
+        found = pread(handle, length, begin)
+        read[threading.current_thread().name] += len(found)
+        return found
+
+    monkeypatch.setattr(os, "pread", counted)
+    many = write(tmp_path / "many", 4, state=LARGE, several_hosts=several_hosts)
+    sizes = [(many / file).stat().st_size for file in files.ARRAYS]
+    assert sum(read.values()) == sum(sizes) and len(read) == 4
+    assert max(read.values()) <= 2**16 * -(-sum(-(-size // 2**16) for size in sizes) // 4), read
+
+
+def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: Path) -> None:
+    """Of columns each row of a matrix is a stretch."""
+    sizes = []
+    for rows in (2, 3000):
+        run, name = tmp_path / str(rows), files.unfinished_name(3, "0123456789abcdef")
+        cut, array = Cut(1, 1, 2, 1), np.arange(rows * 4.0).reshape(rows, 4)
+        column = Piece("s.w.0", array.shape, 0, 2 * rows, cut.of(array).reshape(-1), is_whole=False, is_mine=True, cut=cut)
+        of_rank = Parts([column], files.ARRAYS, files.file_of, 1)
+        with Folder.make(run, "checkpoints", name) as folder:
+            WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)
+            write_parts(of_rank, run, name, lambda: False, is_lost=lambda: True)
+            sizes.append(len(folder.read("rank-00001.written", 2**20)))
+    assert max(sizes) < 200, sizes
+
+
+def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: Path) -> None:
+    """Rank 0 waits for it: a checkpoint that all have written is not lost."""
+    run, name = tmp_path / "run", files.unfinished_name(3, "0123456789abcdef")
+    is_over = threading.Event()
+
+    class LastOne(Parts):
+        def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
+            is_over.set()
+            return super().write(folder, on_disk)
+
+    last = LastOne(pieces(1, 2), files.ARRAYS, files.file_of, 1)
+    found = write(run, 2, lambda rank: write_parts(last, run, name, is_over.is_set))
+    assert is_over.is_set() and files.read_arrays(found, 2**20).keys() == STATE.keys()
+
+
+def test_every_flipped_bit_and_every_missing_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunks, shards):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**6)
+    folder, random = write(tmp_path / "run", 3), np.random.default_rng(1)
+    names = sorted(path.name for path in folder.iterdir())
+    sums = [f"{file}.chunks" for file in files.ARRAYS]
+    assert names == sorted(["SHA256SUMS", *files.ARRAYS, *sums, "progress.json"])
+    for name in names:
+        whole_file = (folder / name).read_bytes()
+        for bit in random.choice(8 * len(whole_file), 40, replace=False):
+            flipped = bytearray(whole_file)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (folder / name).write_bytes(flipped)
+            with pytest.raises(Damaged):
+                read(folder)
+        longer_or_shorter = (whole_file[:-1], whole_file + b"0", whole_file + whole_file[-65:])
+        for other in (None, b"", *(longer_or_shorter if name != "SHA256SUMS" else ())):
+            (folder / name).unlink()
+            if other is not None:
+                (folder / name).write_bytes(other)
+            with pytest.raises(Damaged, match=name.removesuffix(".chunks")):
+                read(folder)
+            (folder / name).write_bytes(whole_file)
+    assert read(folder).keys() == STATE.keys()
+
+
+def read(folder: Path) -> Arrays:
+    files.read_numbers(folder)
+    return files.read_arrays(folder, 2**20)
+
+
+def test_a_chunk_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunks, shards):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2**16)
+    folder = write(tmp_path / "run", 2, state=LARGE)
+    with (folder / "optimizer.safetensors").open("r+b") as file:
+        file.seek(300_000)
+        file.write(b"?")
+    with pytest.raises(Damaged, match="optimizer.safetensors: bytes 262144 to 327680 do not have their checksum"):
+        read(folder)
+
+
+def test_chunks_are_checked_by_hand(tmp_path: Path) -> None:
+    """The two commands of docs/reliability.md, of files of 9 MB and of some bytes."""
+    folder = write(tmp_path / "run", 2, state={"p.w": np.arange(9e6 / 8), "s.head.0": np.zeros(2)})
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"{name}: OK" for name in ("weights.safetensors.chunks", "optimizer.safetensors.chunks", "progress.json")
+    ]
+    for file in files.ARRAYS:
+        command = f"split -b 4M --filter=sha256sum {file} | cut -c 1-64 | cmp - {file}.chunks"
+        assert subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, check=False).returncode == 0, command
+    assert len((folder / "weights.safetensors.chunks").read_text().splitlines()) == 3
 
 
 class SlowRank:
-    """The clock of rank 0, 10 s further at each look, and a rank that writes for 1,500 s and tells so every 200 s, as long as `moves`."""
+    """The clock of rank 0, 10 s further at each look, and a rank that writes until 1,500 s and tells so every 200 s, as long as `moves`.
+
+    It reads until 1,700 s.
+    """
 
     def __init__(self, run: Path, moves: bool) -> None:
         self._run, self._moves, self.now_s = run, moves, 0
@@ -282,8 +442,10 @@ class SlowRank:
             if self.now_s % 200 == 0 and self._moves:
                 shards._tell_progress(folder, 1)
             if self.now_s == 1500:
-                ranges = parts(1, 2).write(folder)
-                folder.replace("rank-00001.json", json.dumps({"ranges": ranges}).encode())
+                folder.replace("rank-00001.written", json.dumps({"sums": parts(1, 2).write(folder)}).encode())
+            if self.now_s == 1700:
+                share = shards.Share(parts(1, 2).layout.sizes, 1, 2).read(folder, lambda: None)
+                folder.replace("rank-00001.read", json.dumps({"sums": [*share.sums.values()], "checksums": share.checksums}).encode())
         return float(self.now_s)
 
 
@@ -299,9 +461,9 @@ def test_a_rank_may_write_for_any_time_and_is_named_where_it_writes_nothing(
         moves = list[int]()
         found = files.write(run, NOW, written, IDENTITY, moved=lambda: moves.append(clock.now_s))
         assert (found / files.ARRAYS[1]).read_bytes() == (write(tmp_path / "one", 1) / files.ARRAYS[1]).read_bytes()
-        assert moves[:7] == [210, 410, 610, 810, 1010, 1210, 1410] and clock.now_s == 1500
+        assert moves[:7] == [210, 410, 610, 810, 1010, 1210, 1410] and clock.now_s == 1700
     else:
-        with pytest.raises(OSError, match="rank 1 on n2 has written nothing of its part for 300 s"):
+        with pytest.raises(OSError, match="rank 1 on n2 has neither written nor read anything of its part for 300 s"):
             files.write(run, NOW, written, IDENTITY)
         assert clock.now_s == 320  # its first look is at 10 s
 

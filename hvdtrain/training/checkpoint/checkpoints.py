@@ -57,7 +57,7 @@ class Checkpoints:
         self._expected = False  # whether the last sync point may be one at which a checkpoint is due
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
-        self._over = threading.Event()
+        self._over, self._lost = threading.Event(), threading.Event()  # nobody needs a part that is not begun; or waits for this rank
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
         """Checkpoints of this job where its communicator has other ranks than before."""
@@ -78,27 +78,29 @@ class Checkpoints:
 
     def save(self, now: TrainState) -> None:
         """Writes in the background. Every rank calls it: where ranks have parts of the state, each writes its own."""
+        self._wait_for_the_write_before()
         if self._learner.is_sharded:
             self._save_parts(now)
         elif self.saver:
             self.saver.save(now, self._learner)
 
     def save_if_due(self, now: TrainState) -> None:
-        """Saves where due() chose this step, or where this step was just evaluated."""
+        """The same, where due() chose this step, or where this step was just evaluated."""
+        expected, self._expected = self._expected, False
+        if expected or now.evaluated == now.progress.step:
+            self._wait_for_the_write_before()
         if self._learner.is_sharded:
-            if self._expected:
-                self._expected = False
+            if expected:
                 self._save_parts(now)
         elif self.saver:
             self.saver.save_if_due(now, self._learner)
 
     def _save_parts(self, now: TrainState) -> None:
-        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own."""
+        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own. No write is under way."""
 
         def unfinished() -> str:
             return files.unfinished_name(now.progress.step, secrets.token_hex(8)) if self.saver and self.saver.wants(now) else ""
 
-        self._wait_for_the_write_before()
         name = on_rank_0(self._communicator, unfinished)
         self._stop_writing()
         if not name:
@@ -112,20 +114,20 @@ class Checkpoints:
             return
         several_hosts = len(set(self._hosts)) > 1
         parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
-        self._over = threading.Event()
+        self._over, self._lost = threading.Event(), threading.Event()
         if self.saver:
-            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._over.is_set)
+            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._lost.is_set)
             self.saver.save(now, Saved(written, self._learner.state_dict_names()))
         elif self._communicator.rank:
-            self._thread = threading.Thread(
-                target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
-            )
+            arguments = (parts, self.run, name, self._over.is_set, self._lost.is_set)
+            self._thread = threading.Thread(target=write_parts, args=arguments, name="checkpoint", daemon=True)
             self._thread.start()
 
     def _wait_for_the_write_before(self) -> None:
-        """A collective again and again, in which the loss of a rank is seen whose part rank 0's writer waits for."""
-        if not self._learner.is_sharded or self._communicator.size == 1:
-            return
+        """A collective again and again: no limit counts the time in which the write moves on, only that in which it does not.
+
+        The loss of a rank whose part rank 0's writer waits for is seen in it.
+        """
         is_writing = 1
         while is_writing:
             own = self.saver is not None and self.saver.is_writing(LOOK_S)
@@ -155,7 +157,7 @@ class Checkpoints:
         return not blind
 
     def _stop_writing(self, grace_s: float = 0.0) -> None:
-        """Ends the writing of a rank other than 0: waits until its part is written, or after grace_s gives up one that has not begun."""
+        """Of a rank other than 0: waits until rank 0 needs it no more, or after grace_s nobody needs a part that has not begun."""
         if self._thread is not None:
             self._thread.join(grace_s)
             self._over.set()
@@ -164,7 +166,7 @@ class Checkpoints:
 
     def give_up(self) -> None:
         """After ranks were lost: a checkpoint that each writes a part of, and that is under way, does not wait for theirs."""
-        self._over.set()
+        self._lost.set()
         self._stop_writing()
 
     def roll_back(self) -> TrainState:
@@ -204,7 +206,7 @@ class Checkpoints:
         if self._learner.is_sharded and self._communicator.size > 1:
             failure: str | None = None
             while failure is None:
-                self._save_parts(now)
+                self.save(now)
                 self._wait_for_the_write_before()
                 failure = on_rank_0(self._communicator, lambda: self.saver.last_failure(now) if self.saver else "")
             last = failure

@@ -1,4 +1,7 @@
-"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete or absent, never a pickle."""
+"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete or absent, never a pickle.
+
+An array file that several ranks have written has a checksum for each chunk, in a file beside it, which has one in SHA256SUMS.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, PIECE_BYTES, map_arrays, write_arrays
+from hvdtrain.training.checkpoint.chunks import LINE_BYTES, as_text, check_chunks, count_chunks, sums_of
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
@@ -117,17 +121,18 @@ def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[st
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
         raise ValueError(f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read")
-    checksums = arrays.fill(folder, moved) if isinstance(arrays, WrittenByAll) else {}
-    for name in ARRAYS:
-        if name not in checksums:
-            assert isinstance(arrays, dict), name
+    small, checksums = {PROGRESS: text}, dict[str, str]()
+    if isinstance(arrays, WrittenByAll):
+        small = {sums_of(name): as_text(chunks).encode() for name, chunks in arrays.fill(folder, moved).items()} | small
+    else:
+        for name in ARRAYS:
             of_file = {n: array for n, array in arrays.items() if file_of(n) == name}
             with folder.create(name) as file:
                 checksums[name] = write_arrays(file, of_file, on_piece=_Syncing(file, moved))
                 _sync(file)
-    checksums[PROGRESS] = hashlib.sha256(text).hexdigest()
-    sums = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
-    for name, data in ((PROGRESS, text), (CHECKSUMS, sums.encode())):
+    checksums |= {name: hashlib.sha256(data).hexdigest() for name, data in small.items()}
+    small[CHECKSUMS] = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items()).encode()
+    for name, data in small.items():
         with folder.create(name) as file:
             file.write(data)
             _sync(file)
@@ -188,13 +193,23 @@ def read_arrays(
             for name in (*ARRAYS, PROGRESS):
                 with files.open_file(name) as file:
                     _check_length(file, _PROGRESS_BYTES if name == PROGRESS else limit_bytes, has_header=name != PROGRESS)
-                    if checksums.get(name) != _checksum(file, on_piece):
+                    if name not in checksums and sums_of(name) in checksums:
+                        check_chunks(file, _read_chunk_sums(files, file, sums_of(name), checksums), on_piece)
+                    elif checksums.get(name) != _checksum(file, on_piece):
                         raise ValueError("its checksum is not the one in SHA256SUMS")
                     if name in names:
                         arrays |= map_arrays(file) if mapped else _load(file)
     except (OSError, *_PARSE_ERRORS, SafetensorError) as error:
         raise _damaged(folder, name, error) from None
     return arrays
+
+
+def _read_chunk_sums(files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]) -> str:
+    """The text file `name`, with a line for each chunk of a file. Raises ValueError where it is not what was written."""
+    data = files.read(name, LINE_BYTES * count_chunks(os.fstat(file.fileno()).st_size))
+    if checksums[name] != hashlib.sha256(data).hexdigest():
+        raise ValueError(f"the checksum of {name} is not the one in SHA256SUMS")
+    return data.decode()
 
 
 def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:

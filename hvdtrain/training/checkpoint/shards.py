@@ -1,27 +1,43 @@
-"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same for any number of ranks."""
+"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same for any number of ranks.
+
+Ranks tell each other by files in its folder, since the main threads train meanwhile:
+1. each rank writes its ranges, and a report with a ByteSum of what it had in memory;
+2. once rank 0 has all reports it writes a word, and each rank reads an equal share of the files' chunks, whoever wrote them: it reports
+   their SHA-256, and a ByteSum of what it read;
+3. rank 0 compares the two sums of each file. A report has the same few bytes on any number of ranks, and the checksums of a share.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.comm.communicator import part_of
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import Diverged
 from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_bytes
-from hvdtrain.training.checkpoint.shared_file import PartWriter, Range, WholeBlocks, join, read_back
+from hvdtrain.training.checkpoint.byte_sums import ByteSum
+from hvdtrain.training.checkpoint.chunks import CHUNK_BYTES, count_chunks, read_chunk
+from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
 
-WAIT_S = 300.0  # of rank 0 for a rank that writes nothing meanwhile; of the others for the folder
-LOOK_S = 0.05
-PROGRESS_S = 10.0  # between two looks at what a rank has written so far
-_REPORT_BYTES = 2**30  # of a rank: 120 for each stretch, and of columns each row of a matrix is one
+WAIT_S = 300.0  # of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
+LOOK_S = 0.05  # before the second look at whether a file has come; then twice as long each time
+MOST_LOOK_S = 1.0
+PROGRESS_S = 10.0  # between two looks at what a rank has done so far
+TELL_S = 1.0  # between two times that a rank tells of it
+_READERS = 16  # reports that rank 0 reads at a time: each takes a round trip to the disk's server
+_REPORT_BYTES = 2**26  # of a rank: 67 for each chunk of its share
+WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there are
 
 
 class Layout:
@@ -74,17 +90,26 @@ class Parts:
             if not piece.name.startswith("b.") and piece.array.dtype.kind == "f" and not np.isfinite(piece.array).all():
                 raise Diverged(f"{piece.name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
 
-    def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[Range]:
-        """Writes them into the files of the folder, which have their sizes. Raises OSError. on_disk: as PartWriter's."""
-        ranges = []
+    def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
+        """Writes them into the files of the folder, which have their sizes; returns the sum of each file's. Raises OSError.
+
+        on_disk: as PartWriter's.
+        """
+        sums = []
         with folder.create(_apart(self.rank)) if self.several_hosts and self.rank else contextlib.nullcontext() as apart:
-            for file, size in self.layout.sizes.items():
+            for number, (file, size) in enumerate(self.layout.sizes.items()):
                 blocks = WholeBlocks(((begin, begin + len(data)) for begin, data in self._places(file)), size) if apart else None
                 with folder.overwrite(file) as opened:
-                    writer = PartWriter(opened, blocks, apart, on_disk)
-                    ranges += [Range(file, begin, begin + len(data), writer.write(begin, data)) for begin, data in self._places(file)]
+                    writer = PartWriter(opened, blocks, apart, number, on_disk)
+                    for begin, data in self._places(file):
+                        writer.write(begin, data)
                     writer.sync()
-        return ranges
+                sums.append(writer.sum)
+        return sums
+
+    def release(self) -> None:
+        """Gives back the memory of what is written."""
+        self._own.clear()
 
     def _places(self, file: str) -> Iterator[tuple[int, memoryview]]:
         for piece in self._own:
@@ -92,27 +117,99 @@ class Parts:
                 yield from self.layout.places(piece)
 
 
-def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], bool]) -> None:
-    """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder that rank 0 makes, and a report.
+class Share:
+    """The chunks that one rank reads back: an equal share of those of all files, one file after the other."""
 
-    is_over: whether nobody waits for it any more.
+    def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
+        """sizes: of the files, in bytes."""
+        chunks = [(file, number) for file, size in sizes.items() for number in range(count_chunks(size))]
+        self._chunks = chunks[part_of(len(chunks), rank, ranks)]
+        self.sums = {file: ByteSum() for file in sizes}
+        self.checksums: list[str] = []  # SHA-256 of each chunk, in order
+
+    def read(self, folder: Folder, moved: Callable[[], None]) -> Share:
+        """Reads them; moved: called after the first, and whenever SYNC_BYTES more are read. Raises OSError."""
+        with contextlib.ExitStack() as stack:
+            opened = {file: stack.enter_context(folder.open_file(file)) for file in self.sums}
+            for place, (file, number) in enumerate(self._chunks):
+                data = read_chunk(opened[file], number)
+                self.checksums.append(hashlib.sha256(data).hexdigest())
+                self.sums[file] = self.sums[file].with_bytes(number * CHUNK_BYTES, memoryview(data))
+                if place % (SYNC_BYTES // CHUNK_BYTES) == 0:
+                    moved()
+        return self
+
+
+class Patience:
+    """What one rank knows of another one that it waits for."""
+
+    def __init__(self, folder: Folder, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._rank, self._clock = folder, rank, clock
+        self._moved_s = self._looked_s = clock()
+        self._progress = 0
+
+    def look(self) -> bool:
+        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has not for WAIT_S."""
+        now_s, before = self._clock(), self._progress
+        if now_s - self._looked_s > min(PROGRESS_S, WAIT_S / 2):
+            self._progress, self._looked_s = _read_progress(self._folder, self._rank), now_s
+            if self._progress > before:
+                self._moved_s = now_s
+        if now_s - self._moved_s > WAIT_S:
+            raise TimeoutError
+        return self._progress > before
+
+
+def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], bool], is_lost: Callable[[], bool] = lambda: False) -> None:
+    """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder that rank 0 makes, and reads its share.
+
+    is_over: whether nobody needs a part that is not begun; is_lost: whether nobody waits for this rank any more.
     """
     folder = _wait_for_folder(run, unfinished, is_over)
     if folder is None:
         return
-    report: dict[str, Any]
-    with folder:
-        try:
-            parts.check_finite()
-            report = {"ranges": parts.write(folder, lambda: _tell_progress(folder, parts.rank))}
-        except Diverged as error:
-            report = {"diverged": error.what}
-        except OSError as error:
-            report = {"errno": error.errno, "failure": error.strerror or str(error)}
-        try:
-            folder.replace(_report(parts.rank), json.dumps(report).encode())
-        except OSError:  # rank 0 gives up in time
+    with folder, contextlib.suppress(OSError):  # of a report that cannot be written: rank 0 gives up in time
+        tell = Teller(folder, parts.rank)
+        if not _report(folder, of_written(parts.rank), lambda: {"sums": _checked_write(parts, folder, tell)}):
             return
+        parts.release()
+        ranks = _wait_for_word(folder, run, unfinished, is_lost)
+        if ranks:
+            _report(folder, of_read(parts.rank), lambda: _as_report(Share(parts.layout.sizes, parts.rank, ranks).read(folder, tell)))
+
+
+def _checked_write(parts: Parts, folder: Folder, tell: Callable[[], None]) -> list[ByteSum]:
+    parts.check_finite()
+    return parts.write(folder, tell)
+
+
+def _as_report(share: Share) -> dict[str, Any]:
+    return {"sums": list(share.sums.values()), "checksums": share.checksums}
+
+
+def _report(folder: Folder, name: str, work: Callable[[], dict[str, Any]]) -> bool:
+    """Writes what the work returns into the file `name`, or why it failed; whether it did not. Raises OSError where it cannot."""
+    try:
+        report = work()
+    except Diverged as error:
+        report = {"diverged": error.what}
+    except OSError as error:
+        report = {"errno": error.errno, "failure": error.strerror or str(error)}
+    folder.replace(name, json.dumps(report).encode())
+    return "sums" in report
+
+
+class Teller:
+    """Tells the others of a rank's progress whenever it is called, but not all the time."""
+
+    def __init__(self, folder: Folder, rank: int) -> None:
+        self._folder, self._rank, self._told_s = folder, rank, -math.inf
+
+    def __call__(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TELL_S:
+            _tell_progress(self._folder, self._rank)
+            self._told_s = now_s
 
 
 def _tell_progress(folder: Folder, rank: int) -> None:
@@ -121,14 +218,39 @@ def _tell_progress(folder: Folder, rank: int) -> None:
         file.write(b".")
 
 
+def _looks() -> Iterator[None]:
+    """One for each look at what others have written, without end; sleeps between them."""
+    seconds = LOOK_S
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(2 * seconds, MOST_LOOK_S)
+
+
 def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) -> Folder | None:
     began_s = time.monotonic()
-    while not is_over() and time.monotonic() - began_s < WAIT_S:
-        try:
+    for _ in _looks():
+        if is_over() or time.monotonic() - began_s > WAIT_S:
+            break
+        with contextlib.suppress(FileNotFoundError):
             return Folder.open(run, "checkpoints", unfinished)
-        except FileNotFoundError:
-            time.sleep(LOOK_S)
     return None
+
+
+def _wait_for_word(folder: Folder, run: Path, unfinished: str, is_lost: Callable[[], bool]) -> int:
+    """How many ranks there are, once all have written; 0 where nobody waits for this one, or rank 0 is gone or has given up."""
+    patience = Patience(folder, rank=0)
+    for _ in _looks():
+        with contextlib.suppress(FileNotFoundError):
+            return int(folder.read(WORD, _REPORT_BYTES))
+        if is_lost():
+            break
+        try:
+            Folder.open(run, "checkpoints", unfinished).close()
+            patience.look()
+        except (FileNotFoundError, TimeoutError):
+            break
+    return 0
 
 
 class WrittenByAll:
@@ -162,71 +284,145 @@ class WrittenByAll:
                 opened.write(header)
                 opened.truncate(self.parts.layout.sizes[file])
 
-    def fill(self, folder: Folder, moved: Callable[[], None] = lambda: None) -> dict[str, str]:
-        """Returns once all ranks have written and it is all on the disk: the SHA-256 of each file, by the bytes that were in memory.
+    def fill(self, folder: Folder, moved: Callable[[], None] = lambda: None) -> dict[str, list[str]]:
+        """Returns once all ranks have written and read back, and it is all on the disk: the SHA-256 of each chunk of each file.
 
-        moved: called as long as a rank writes, or rank 0 reads what was written. Raises OSError where a rank cannot write or writes
-        nothing for WAIT_S, Diverged where it has a number that is not finite.
+        moved: called as long as a rank writes or reads. Raises OSError where a rank cannot, or does nothing for WAIT_S, or where what was
+        read is not what was in memory; Diverged where a rank has a number that is not finite.
         """
-        self._moved = moved
-        self.parts.check_finite()
-        ranges = self.parts.write(folder, moved)
-        for rank in self._ranks:
-            of_rank = self._wait_for(folder, rank)
-            if self.parts.several_hosts:
-                self._join(folder, rank, of_rank)
-            ranges += of_rank
-        checksums = {file: self._checked(folder, file, [of for of in ranges if of.file == file]) for file in self.parts.layout.sizes}
-        for rank in self._ranks:
-            for name in (_report(rank), _apart(rank), _progress(rank)):
-                with contextlib.suppress(FileNotFoundError):
-                    folder.remove(name)
+
+        tell = Teller(folder, self.parts.rank)
+
+        def move() -> None:
+            tell()
+            moved()
+
+        self._moved = move
+        with ThreadPoolExecutor(_READERS) as readers:
+            in_memory = self._write(folder, readers)
+            on_disk, checksums = self._read_back(folder, readers)
+            self._compare(in_memory, on_disk)
+            self._remove_reports(folder, readers)
         return checksums
 
-    def _join(self, folder: Folder, rank: int, ranges: list[Range]) -> None:
-        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its own."""
-        with folder.open_file(_apart(rank)) as apart:
-            for file, size in self.parts.layout.sizes.items():
-                stretches = [(of.begin, of.end) for of in ranges if of.file == file]
-                with folder.overwrite(file) as opened:
-                    join(opened, WholeBlocks(stretches, size), stretches, apart)
+    def _write(self, folder: Folder, readers: ThreadPoolExecutor) -> list[ByteSum]:
+        """The sum of each file, of what all ranks had in memory; the headers are of rank 0.
 
-    def _wait_for(self, folder: Folder, rank: int) -> list[Range]:
-        moved_s = looked_s = self._clock()
-        progress = 0
-        while True:
-            try:
-                report = json.loads(folder.read(_report(rank), _REPORT_BYTES))
-                break
-            except FileNotFoundError:
-                if self._is_over():
-                    raise OSError(None, "ranks are lost while each writes its part") from None
-            now_s = self._clock()
-            if now_s - looked_s > min(PROGRESS_S, WAIT_S / 2):
-                before, progress, looked_s = progress, _read_progress(folder, rank), now_s
-                if progress > before:
-                    moved_s = now_s
+        Raises OSError where a byte is nobody's, or of two ranks.
+        """
+        headers = [ByteSum().with_bytes(0, memoryview(header)) for header in self.parts.layout.headers.values()]
+        sums = [headers, _checked_write(self.parts, folder, self._moved)]
+        self.parts.release()
+        sums += [_sums(report) for report in self._gather(folder, of_written, readers)]
+        if self.parts.several_hosts:
+            for rank in self._ranks:
+                self._join(folder, rank)
+                self._moved()
+        total = _total(sums)
+        for (file, size), of_file in zip(self.parts.layout.sizes.items(), total, strict=True):
+            if not of_file.covers(size):
+                raise OSError(None, f"bytes of {file} were not written, or not by one rank")
+        return total
+
+    def _join(self, folder: Folder, rank: int) -> None:
+        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its own."""
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(folder.overwrite(file)) for file in self.parts.layout.sizes]
+            join(files, stack.enter_context(folder.open_file(_apart(rank))))
+
+    def _read_back(self, folder: Folder, readers: ThreadPoolExecutor) -> tuple[list[ByteSum], dict[str, list[str]]]:
+        """The sum of each file, of what all ranks have read, and the SHA-256 of its chunks."""
+        ranks, sizes = 1 + len(self._ranks), self.parts.layout.sizes
+        folder.replace(WORD, str(ranks).encode())
+        own = Share(sizes, self.parts.rank, ranks).read(folder, self._moved)
+        reports = [_as_report(own), *self._gather(folder, of_read, readers)]
+        every = iter([checksum for report in reports for checksum in report["checksums"]])
+        return _total([_sums(report) for report in reports]), {
+            file: [next(every) for _ in range(count_chunks(size))] for file, size in sizes.items()
+        }
+
+    def _compare(self, in_memory: list[ByteSum], on_disk: list[ByteSum]) -> None:
+        """Raises OSError where a file is not what ranks had in memory, or not all of it was read."""
+        for file, written, read in zip(self.parts.layout.sizes, in_memory, on_disk, strict=True):
+            if written != read:
+                raise OSError(None, f"bytes of {file} are not what was written")
+
+    def _gather(self, folder: Folder, name_of: Callable[[int], str], readers: ThreadPoolExecutor) -> list[dict[str, Any]]:
+        """What the other ranks report, by rank: one listing of the folder at each look, and _READERS files at a time."""
+
+        def read(rank: int) -> dict[str, Any] | None:
+            with contextlib.suppress(FileNotFoundError):
+                report: dict[str, Any] = json.loads(folder.read(name_of(rank), _REPORT_BYTES))
+                return report
+            return None
+
+        found: dict[int, dict[str, Any]] = {}
+        missing, looks, patience = list(self._ranks), _looks(), None
+        while missing:
+            next(looks)
+            there, before = set(folder.names()), len(missing)
+            come = [rank for rank in missing if name_of(rank) in there] or missing[:1]  # NFS may list what was there a while ago
+            for rank, report in zip(come, readers.map(read, come), strict=True):
+                if report is not None:
+                    found[rank] = self._checked(rank, report)
                     self._moved()
-            if now_s - moved_s > WAIT_S:
-                raise OSError(None, f"rank {rank} on {self._hosts[rank]} has written nothing of its part for {WAIT_S:.0f} s")
-            time.sleep(LOOK_S)
-        self._moved()
+            missing = [rank for rank in missing if rank not in found]
+            if len(missing) < before:
+                looks, patience = _looks(), None
+            elif patience is None:
+                patience = Patience(folder, missing[0], self._clock)
+            if patience is not None:
+                self._wait_for(missing[0], patience)
+        return [found[rank] for rank in self._ranks]
+
+    def _wait_for(self, rank: int, patience: Patience) -> None:
+        """Raises OSError where it is in vain."""
+        if self._is_over():
+            raise OSError(None, "ranks are lost while each writes its part")
+        try:
+            if patience.look():
+                self._moved()
+        except TimeoutError:
+            what = f"rank {rank} on {self._hosts[rank]} has neither written nor read anything of its part for {WAIT_S:.0f} s"
+            raise OSError(None, what) from None
+
+    def _checked(self, rank: int, report: dict[str, Any]) -> dict[str, Any]:
         if "diverged" in report:
             raise Diverged(report["diverged"], "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
         if "failure" in report:
             raise OSError(report["errno"], f"{report['failure']} (rank {rank} on {self._hosts[rank]})")
-        return [Range(*each) for each in report["ranges"]]
+        return report
 
-    def _checked(self, folder: Folder, file: str, ranges: list[Range]) -> str:
-        """The SHA-256 of a file. Raises OSError where a range is not what its rank had in memory, or nobody wrote it."""
-        header = self.parts.layout.headers[file]
-        of_header = Range(file, 0, len(header), hashlib.sha256(header).hexdigest())
-        with folder.open_file(file) as opened:
-            return read_back(opened, self.parts.layout.sizes[file], [of_header, *sorted(ranges)], self._moved)
+    def _remove_reports(self, folder: Folder, readers: ThreadPoolExecutor) -> None:
+        """Before the checkpoint has its name."""
+
+        def remove(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                folder.remove(name)
+
+        names = [name_of(rank) for rank in (0, *self._ranks) for name_of in (of_written, of_read, _apart, _progress)]
+        for _ in readers.map(remove, [*names, WORD]):
+            pass
 
 
-def _report(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def _sums(report: dict[str, Any]) -> list[ByteSum]:
+    return [ByteSum(*each) for each in report["sums"]]
+
+
+def _total(sums: Sequence[Sequence[ByteSum]]) -> list[ByteSum]:
+    """Of each file, of all ranks."""
+    total = list(sums[0])
+    for of_rank in sums[1:]:
+        total = [one.plus(other) for one, other in zip(total, of_rank, strict=True)]
+    return total
+
+
+def of_written(rank: int) -> str:
+    return f"rank-{rank:05d}.written"
+
+
+def of_read(rank: int) -> str:
+    return f"rank-{rank:05d}.read"
 
 
 def _apart(rank: int) -> str:

@@ -6,26 +6,18 @@ write into one page undo each other's bytes.
 
 from __future__ import annotations
 
-import hashlib
 import os
+import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader, BufferedWriter, FileIO
-from typing import NamedTuple
 
 from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
+from hvdtrain.training.checkpoint.byte_sums import ByteSum
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
 SYNC_BYTES = 2**28  # after so many the disk is waited for: what a rank has written is then seen while it writes
-
-
-class Range(NamedTuple):
-    """Bytes begin ... end - 1 of a file, with the SHA-256 of what was in memory."""
-
-    file: str
-    begin: int
-    end: int
-    checksum: str
+_APART = struct.Struct("<QQQ")  # before bytes that are apart: the number of their file, the place of the first in it, how many they are
 
 
 class WholeBlocks:
@@ -67,31 +59,31 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class PartWriter:
-    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, one behind the other, for join()."""
+    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, for join()."""
 
     def __init__(
         self,
         file: FileIO,
         blocks: WholeBlocks | None = None,
         apart: BufferedWriter | None = None,
+        number: int = 0,
         on_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_disk: called whenever SYNC_BYTES more are on the disk."""
-        self._file, self._blocks, self._apart, self._on_disk = file, blocks, apart, on_disk
+        """number: of the file, as join() is given it; on_disk: called whenever SYNC_BYTES more are on the disk."""
+        self._file, self._blocks, self._apart, self._number, self._on_disk = file, blocks, apart, number, on_disk
         self._unsynced_bytes = 0
+        self.sum = ByteSum()  # of what was in memory
 
-    def write(self, begin: int, data: memoryview) -> str:
-        """Returns the SHA-256 of the data. Raises OSError."""
-        checksum = hashlib.sha256()
+    def write(self, begin: int, data: memoryview) -> None:
+        """Raises OSError."""
         for done in range(0, len(data), PIECE_BYTES):
             piece = data[done : done + PIECE_BYTES]
-            checksum.update(piece)
+            self.sum = self.sum.with_bytes(begin + done, piece)
             self._write(begin + done, piece)
             self._unsynced_bytes += len(piece)
             if self._unsynced_bytes >= SYNC_BYTES:
                 self.sync()
                 self._on_disk()
-        return checksum.hexdigest()
 
     def _write(self, begin: int, data: memoryview) -> None:
         if self._blocks is None or self._apart is None:
@@ -102,6 +94,7 @@ class PartWriter:
             if is_whole:
                 _write_at(self._file, start, part)
             else:
+                self._apart.write(_APART.pack(self._number, start, len(part)))
                 self._apart.write(part)
 
     def sync(self) -> None:
@@ -113,35 +106,16 @@ class PartWriter:
         self._unsynced_bytes = 0
 
 
-def join(file: FileIO, blocks: WholeBlocks, stretches: Iterable[tuple[int, int]], apart: BufferedReader) -> None:
-    """Writes into the file what a PartWriter has put apart of these stretches, which are in the order of its calls."""
-    for begin, end in stretches:
-        for start, stop, is_whole in blocks.split(begin, end):
-            if not is_whole:
-                _write_at(file, start, memoryview(apart.read(stop - start)))
-    os.fsync(file.fileno())
-
-
-def read_back(file: BufferedReader, size: int, ranges: Iterable[Range], on_piece: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file of so many bytes. Raises OSError where a range, in order, is not what was in memory, or is missing.
-
-    on_piece: called after each piece that was read.
-    """
-    whole, end, name = hashlib.sha256(), 0, ""
-    for name, begin, behind, checksum in ranges:
-        if begin != end:
-            raise OSError(None, f"bytes {min(end, begin)} to {max(end, begin)} of {name} were not written by one rank")
-        part = hashlib.sha256()
-        while end < behind and (data := file.read(min(PIECE_BYTES, behind - end))):
-            whole.update(data)
-            part.update(data)
-            end += len(data)
-            on_piece()
-        if end != behind or part.hexdigest() != checksum:
-            raise OSError(None, f"bytes {begin} to {behind} of {name} are not what was written")
-    if end != size:
-        raise OSError(None, f"bytes {end} to {size} of {name} were not written")
-    return whole.hexdigest()
+def join(files: Sequence[FileIO], apart: BufferedReader) -> None:
+    """Writes into the files what PartWriters have put apart. Raises OSError where that is cut off."""
+    while head := apart.read(_APART.size):
+        number, begin, length = _APART.unpack(head)
+        data = apart.read(length)
+        if len(data) < length:
+            raise OSError(None, "what a rank has left to rank 0 is cut off")
+        _write_at(files[number], begin, memoryview(data))
+    for file in files:
+        os.fsync(file.fileno())
 
 
 def _write_at(file: FileIO, begin: int, data: memoryview) -> None:
