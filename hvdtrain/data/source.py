@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 
 import numpy as np
 
-from hvdtrain.core.digest import digest
+from hvdtrain.core.digest import digest, digest_as
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats
 from hvdtrain.errors import UserError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 Split = Literal["train", "val"]
+_LABELS = 2**20  # that are looked at at once
 LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
 
 
@@ -196,7 +197,7 @@ class ArraySource:
     """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as described."""
 
     x: np.ndarray  # uint8 (n, H, W, C)
-    y: np.ndarray  # int64 (n,), each in 0..classes-1
+    y: np.ndarray  # integers (n,), each in 0..classes-1
     classes: int
     where: str = ""  # a path or a name, for messages
     class_names: tuple[str, ...] = ()
@@ -205,11 +206,10 @@ class ArraySource:
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
             raise UserError(f"images are {_describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0", self.where)
-        if self.y.dtype != np.int64 or self.y.shape != self.x.shape[:1]:
-            raise UserError(f"labels are {_describe(self.y)}, expected int64 ({len(self.x)},), one for each image", self.where)
-        wrong = np.flatnonzero((self.y < 0) | (self.y >= self.classes))
-        if len(wrong):
-            first = int(wrong[0])
+        if self.y.dtype.kind not in "iu" or self.y.shape != self.x.shape[:1]:
+            raise UserError(f"labels are {_describe(self.y)}, expected integers ({len(self.x)},), one for each image", self.where)
+        first = first_outside(self.y, self.classes)
+        if first is not None:
             raise UserError(f"label {self.y[first]} of sample {first} is outside 0..{self.classes - 1}", self.where)
 
     @property
@@ -228,7 +228,7 @@ class ArraySource:
         return self.y
 
     def read(self, indices: np.ndarray) -> Batch:
-        return {"x": self.x[indices], "y": self.y[indices]}
+        return {"x": self.x[indices], "y": read_labels(self.y, indices)}
 
     def stats(self) -> ChannelStats:
         """Exact over all samples; about 1 s for 200 million values."""
@@ -249,14 +249,34 @@ class ArraySource:
 
 
 def digest_of_labels(y: np.ndarray) -> str:
-    """A digest of labels, int64 (n,): 0.02 s for ten million labels."""
-    return digest({"y": np.ascontiguousarray(y, "<i8")})
+    """Of integers (n,), the same for any type: 0.02 s for ten million labels."""
+    return digest_as("<i8", "y", y)
+
+
+def first_outside(y: np.ndarray, classes: int) -> int | None:
+    """Which of the labels, integers (n,), is the first that is not in 0..classes-1; a piece at a time: they may be mapped from a file."""
+    for start in range(0, len(y), _LABELS):
+        part = y[start : start + _LABELS]
+        wrong = np.flatnonzero((part < 0) | (part >= classes))
+        if len(wrong):
+            return start + int(wrong[0])
+    return None
+
+
+def read_labels(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Those of some samples, as a batch has them: int64. All of them are kept in the type that the data have."""
+    return y[indices].astype(np.int64, copy=False)
+
+
+def smallest(y: np.ndarray) -> np.ndarray:
+    """Integers (n,) in the smallest type that has them: a byte for each label of up to 256 classes."""
+    return y.astype(np.result_type(np.min_scalar_type(y.min()), np.min_scalar_type(y.max()))) if len(y) else y
 
 
 def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
     """The whole arrays of a source by field, where reading a sample is a copy from them; else None."""
     if isinstance(source, ArraySource):
-        return {"x": source.x, "y": source.y}
+        return {"x": source.x, "y": source.y.astype(np.int64, copy=False)}
     return source.arrays if isinstance(source, NamedArrays) else None
 
 

@@ -127,10 +127,10 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages:
-    """Some samples of a source of labelled images."""
+    """The same of labelled images; without indices all of them, of which at most 2,000 are read for mean and deviation."""
 
     source: LabelledImages
-    indices: np.ndarray
+    indices: np.ndarray | None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -149,22 +149,24 @@ class SubsetOfImages:
         return image_fields(self)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.source if self.indices is None else self.indices)
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(getattr(self.source, "notes", ()))
 
     def labels(self) -> np.ndarray:
-        return self.source.labels()[self.indices]
+        return self.source.labels() if self.indices is None else self.source.labels()[self.indices]
 
     def read(self, indices: np.ndarray) -> Batch:
-        check_indices(indices, len(self))
-        return self.source.read(self.indices[indices])
+        return self.source.read(self._in_source(indices))
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        return read_in_epochs(self.source, self._in_source(indices), epochs, seed)
+
+    def _in_source(self, indices: np.ndarray) -> np.ndarray:
         check_indices(indices, len(self))
-        return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+        return indices if self.indices is None else self.indices[indices]
 
     @property
     def crops_at_random(self) -> bool:

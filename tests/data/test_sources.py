@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hvdtrain.core.digest import digest
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
+from hvdtrain.data.own import arrays
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.own.dataset_labels import labels_of
 from hvdtrain.data.relabelled import relabelled
-from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.data.source import ArraySource, Source, smallest
 from hvdtrain.data.subset import SubsetOfImages, divide, validation_mask
 from hvdtrain.errors import UserError
 
@@ -74,8 +80,8 @@ def test_a_constant_channel_has_deviation_one() -> None:
         (np.zeros((2, 4, 4, 1), np.float32), np.zeros(2, np.int64), "images are float32 (2, 4, 4, 1), expected uint8 (n, H, W, C)"),
         (np.zeros((2, 4, 4), np.uint8), np.zeros(2, np.int64), "images are uint8 (2, 4, 4), expected"),
         (np.zeros((0, 4, 4, 1), np.uint8), np.zeros(0, np.int64), "no dimension 0"),
-        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(2, np.int32), "labels are int32 (2,), expected int64 (2,)"),
-        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(3, np.int64), "labels are int64 (3,), expected int64 (2,)"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(2, np.float32), "labels are float32 (2,), expected integers (2,)"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(3, np.int64), "labels are int64 (3,), expected integers (2,)"),
         (np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 3]), "label 3 of sample 1 is outside 0..2"),
         (np.zeros((2, 4, 4, 1), np.uint8), np.array([-1, 0]), "label -1 of sample 0 is outside 0..2"),
     ],
@@ -84,6 +90,30 @@ def test_wrong_arrays_are_refused(x: np.ndarray, y: np.ndarray, text: str) -> No
     with pytest.raises(UserError) as caught:
         ArraySource(x, y, 3, "here")
     assert text in str(caught.value) and "where: here" in str(caught.value)
+
+
+@pytest.mark.parametrize("of_dataset", [False, True])
+def test_labels_take_the_memory_of_their_own_type(monkeypatch: pytest.MonkeyPatch, of_dataset: bool) -> None:
+    """Of 2 million images, in memory or too large for it, with labels of a byte; as int64 they would be 16 MB, and with a place each 32."""
+    x, y = np.zeros((2_000_000, 1, 1, 1), np.uint8), np.arange(2_000_000, dtype=np.uint16).astype(np.uint8)
+    if of_dataset:
+        monkeypatch.setattr(arrays, "LARGE_BYTES", 2**20)
+    tracemalloc.start()
+    source = as_source({"x": x, "y": y}, "mine", "here")
+    digest_of_all = source.identity()["labels"]
+    batch = source.read(np.array([1_999_999, 3]))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(source, SubsetOfImages if of_dataset else ArraySource)
+    assert peak_bytes < 8e6, peak_bytes
+    assert batch["y"].dtype == np.int64 and batch["y"].tolist() == y[[1_999_999, 3]].tolist()
+    assert digest_of_all == digest({"y": y.astype("<i8")}), "of checkpoints of before"
+
+
+def test_labels_of_a_list_take_a_byte() -> None:
+    found = labels_of(SimpleNamespace(targets=[0, 255, 3]), whole=False)
+    assert found is not None and found.dtype == np.uint8 and found.tolist() == [0, 255, 3]
+    assert smallest(np.array([-1, 200])).dtype == np.int16 and smallest(np.array([], np.int64)).dtype == np.int64
 
 
 def test_digits_are_scikit_learns_and_split_once() -> None:

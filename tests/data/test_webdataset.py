@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,10 +77,10 @@ def test_samples_are_read_in_any_order_and_indexed_once(tmp_path: Path, capsys: 
     assert f"found 3 images in 2 archives of {tmp_path / 'train'}: " in capsys.readouterr().err
     check(build(tmp_path, "val"), [4, 5], [0, 2])
     assert capsys.readouterr().err.count("found ") == 1
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cache/*/index.npy")}
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cache/*/*.npy")}
     check(build(tmp_path), [1, 2, 3], [0, 2, 1])
-    assert capsys.readouterr().err == "" and len(times) == 2
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cache/*/index.npy")} == times
+    assert capsys.readouterr().err == "" and len(times) == 4
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cache/*/*.npy")} == times
 
 
 def test_a_changed_archive_is_indexed_again(tmp_path: Path) -> None:
@@ -95,20 +96,48 @@ def test_a_changed_archive_is_indexed_again(tmp_path: Path) -> None:
     check(build(tmp_path), [1, 2], [0, 2])
 
 
-@pytest.mark.parametrize("damage", ["short", "place", "archive", "pickle", "negative"])
-def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("name", ["places", "labels"])
+@pytest.mark.parametrize("damage", ["missing", "short", "pickle", "fewer"])
+def test_an_index_that_is_cut_off_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
     fill(tmp_path)
     build(tmp_path)
-    (path,) = tmp_path.glob("cache/*/index.npy")
-    index = np.load(path)
-    sound = path.read_bytes()
-    row, value = {"place": (1, 2**40), "archive": (0, 2), "negative": (3, -1)}.get(damage, (0, 0))
-    index[row, 1] = value
-    np.save(path, index)
-    if damage in ("short", "pickle"):
-        path.write_bytes(sound[:-1]) if damage == "short" else np.save(path, np.array([print] * 4), allow_pickle=True)
+    (path,) = tmp_path.glob(f"cache/*/{name}.npy")
+    index, sound = np.load(path), path.read_bytes()
+    path.unlink()
+    if damage == "short":
+        path.write_bytes(sound[:-1])
+    elif damage != "missing":
+        np.save(path, np.array([print] * 4) if damage == "pickle" else np.ascontiguousarray(index[..., :2]), allow_pickle=True)
     check(build(tmp_path), [1, 2, 3], [0, 2, 1])
     assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, 2), (0, -1), (1, 2**40), (1, -5), (2, 2**40), (2, -1)])
+def test_a_place_is_checked_when_its_image_is_read_and_no_rank_reads_all_of_them(tmp_path: Path, row: int, value: int) -> None:
+    fill(tmp_path)
+    build(tmp_path)
+    (path,) = tmp_path.glob("cache/*/places.npy")
+    places = np.load(path)
+    places[row, 1] = value
+    np.save(path, places)
+    source = build(tmp_path)
+    assert source.read(np.array([0, 2]))["y"].tolist() == [0, 1]
+    where = f"\n  where: {path.parent}\n  fix: remove this folder, and start again"
+    with pytest.raises(UserError, match=f"the index of .*/train is damaged: image 1 is outside of its archive{where}"):
+        source.read(np.array([1]))
+
+
+def test_labels_take_a_byte_and_worker_processes_map_the_index_themselves(tmp_path: Path) -> None:
+    fill(tmp_path)
+    source = build(tmp_path)
+    assert isinstance(source, ImageSource) and isinstance(source.encoded, webdataset._Archives)
+    assert source.labels().dtype == np.uint8 and source.read(np.array([1]))["y"].dtype == np.int64
+    packed = pickle.dumps(source.reader)
+    assert source.encoded.places.tobytes() not in packed and pickle.loads(packed).encoded.content(2) == source.encoded.content(2)
+    write(tmp_path / "train" / "c.tar", sample(9, 65535))
+    large = build(tmp_path, classes=2**16)
+    assert isinstance(large, ImageSource) and large.labels().dtype == np.uint16
+    check(large, [1, 2, 3, 9], [0, 2, 1, 65535])
 
 
 @pytest.mark.parametrize("layout", ["val/x.tar", "validation/x.tar", "test/x.tar", "val-000000.tar", "validation-0.tar", "test-0.tar"])
@@ -255,4 +284,4 @@ def test_staging_copies_only_the_archives(tmp_path: Path, layout: str) -> None:
     assert there is not None and len([path for path in there.rglob("*") if path.is_file()]) == 3
     check(webdataset.build("webdataset", there, "train", **options), [1, 2, 3], [0, 2, 1])
     check(webdataset.build("webdataset", there, "val", **options), [4, 5], [0, 2])
-    assert list((there.parent / "decoded").glob("*/index.npy"))
+    assert list((there.parent / "decoded").glob("*/places.npy"))

@@ -18,7 +18,7 @@ from hvdtrain.data.images.find_files import find_images, is_hidden, left_out_not
 from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
-from hvdtrain.data.source import LabelledImages, Split
+from hvdtrain.data.source import LabelledImages, Split, smallest
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
@@ -63,10 +63,10 @@ def build(
     first = found.first_of_train
     height, width = (size, size) if size else height_and_width(read_file(first), lambda: first, exif == "apply")
     paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
-    y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()]).astype(np.int64)
+    y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()])
     source = ImageSource(
         encoded=ImageFiles(str(found.folder), paths),
-        y=y,
+        y=smallest(y),
         classes=len(found.classes),
         shape=(height, width, channels),
         crop=size is not None,

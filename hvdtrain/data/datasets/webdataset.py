@@ -21,11 +21,12 @@ from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
-from hvdtrain.data.source import LabelledImages, Split
+from hvdtrain.data.source import LabelledImages, Split, first_outside, smallest
 from hvdtrain.errors import UserError, short
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_PLACES, _LABELS = "places.npy", "labels.npy"  # of the index
 _HEAD_BYTES = 4096  # of each archive, part of the key of its index: copying may give all files the same time
 
 
@@ -99,14 +100,24 @@ class _Archives:
     where: str
     files: list[_Archive]
     key: str  # changes with the name, size, time and beginning of each archive
-    index: np.ndarray  # int64 (4, n): number of the archive, offset in it, size, label
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self.index[3]
+    folder: Path  # of the index, whose two arrays are mapped: ranks read no more of it than the places of their own images
+    places: np.ndarray  # int64 (3, n): number of the archive, offset in it, size
+    labels: np.ndarray  # of the smallest unsigned type, (n,)
 
     def __len__(self) -> int:
-        return self.index.shape[1]
+        return len(self.labels)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A worker process maps the index itself."""
+        return _mapped, (self.where, self.files, self.key, self.folder)
+
+    def place(self, index: int) -> tuple[_Archive, int, int]:
+        """The archive of one image file, the offset in it and the size. Raises UserError where the index has been damaged."""
+        number, offset, size = self.places[:, index].tolist()
+        if 0 <= number < len(self.files) and 0 <= offset <= offset + size <= self.files[number].size:
+            return self.files[number], offset, size
+        what = f"the index of {self.where} is damaged: image {index} is outside of its archive"
+        raise UserError(what, str(self.folder), "remove this folder, and start again: the index is made anew")
 
     def content(self, index: int) -> bytes:
         """The bytes of one image file.
@@ -114,8 +125,7 @@ class _Archives:
         The archive is opened each time: there may be more archives than a process may hold open, and the page cache makes it cheap.
         Raises UserError where it has changed since the index was made, or cannot be read.
         """
-        number, offset, size = self.index[:3, index].tolist()
-        archive = self.files[number]
+        archive, offset, size = self.place(index)
         try:
             file = os.open(archive.path, os.O_RDONLY)
             try:
@@ -131,8 +141,12 @@ class _Archives:
         return content
 
     def name(self, index: int) -> str:
-        number, offset = self.index[:2, index].tolist()
-        return name_at(self.files[number].path, offset)
+        archive, offset, _ = self.place(index)
+        return name_at(archive.path, offset)
+
+
+def _mapped(where: str, files: list[_Archive], key: str, folder: Path) -> _Archives:
+    return _Archives(where, files, key, folder, *_load_or_make_index(where, files, folder))
 
 
 def _check_unchanged(archive: _Archive, status: os.stat_result) -> None:
@@ -155,7 +169,7 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
     except OSError as error:
         raise UserError(f"cannot list the archives: {error}", str(root), "repair or remove what is named") from error
     try:
-        return _Archives(found.where, files, key, _load_or_make_index(found.where, files, cache / key))
+        return _mapped(found.where, files, key, cache / key)
     except OSError as error:
         fix = "data.cache=DIR, a folder that you may write to"
         raise UserError(f"cannot write the index of the archives: {error}", str(cache / key), fix) from error
@@ -200,21 +214,27 @@ def _key(files: list[_Archive]) -> str:
     return hashed.hexdigest()
 
 
-def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> np.ndarray:
-    """int64 (4, n), memory-mapped from `folder`; one process of the machine makes it, the others wait. Raises UserError, OSError."""
-    path = folder / "index.npy"
-    index = _load_index(path, files)
+class _Index(NamedTuple):
+    """Memory-mapped arrays, as _Archives has them."""
+
+    places: np.ndarray
+    labels: np.ndarray
+
+
+def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> _Index:
+    """From the arrays in `folder`; one process of the machine makes them, the others wait. Raises UserError, OSError."""
+    index = _load_index(folder)
     if index is None:
         with locked(folder, f"indexes the images of {where}"):
-            index = _load_index(path, files)
+            index = _load_index(folder)
             if index is None:
-                _make_index(where, files, path)
-                index = _load_index(path, files)
-    assert index is not None, path
+                _make_index(where, files, folder)
+                index = _load_index(folder)
+    assert index is not None, folder
     return index
 
 
-def _make_index(where: str, files: list[_Archive], path: Path) -> None:
+def _make_index(where: str, files: list[_Archive], folder: Path) -> None:
     """Reads the headers of all archives and writes the index."""
     began_s = perf_counter()
     rows = []
@@ -223,26 +243,26 @@ def _make_index(where: str, files: list[_Archive], path: Path) -> None:
     index = np.ascontiguousarray(np.concatenate(rows).T)
     if not index.size:
         raise UserError("the archives hold no samples", where, "members KEY.jpg and KEY.cls")
-    with write_npy(path, "<i8", index.shape) as out:
-        out.write(index.tobytes())
+    labels = smallest(index[3])
+    for path, array in ((folder / _PLACES, index[:3]), (folder / _LABELS, labels.astype(labels.dtype.newbyteorder("<")))):
+        with write_npy(path, array.dtype.str, array.shape) as out:
+            out.write(array.tobytes())
     seconds = perf_counter() - began_s
     print(f"found {index.shape[1]} images in {len(files)} archives of {where}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _load_index(path: Path, files: list[_Archive]) -> np.ndarray | None:
-    """The index, or None where it is absent or points outside the archives."""
-    index = load_npy(path, np.dtype("<i8"), (4, None))
-    if index is None or not index.size or index.min() < 0 or index[0].max() >= len(files):
-        return None
-    sizes = np.array([archive.size for archive in files])
-    return index if (index[1] <= sizes[index[0]] - index[2]).all() else None
+def _load_index(folder: Path) -> _Index | None:
+    """None where it is absent or cut off. A place is checked when its image is read: all of them may take 24 GB."""
+    places = load_npy(folder / _PLACES, np.dtype("<i8"), (3, None))
+    found = (load_npy(folder / _LABELS, np.dtype(of), (None,)) for of in ("u1", "<u2", "<u4"))
+    labels = next((array for array in found if array is not None), None)
+    return None if places is None or labels is None or not 0 < len(labels) == places.shape[1] else _Index(places, labels)
 
 
 def _check_labels(archives: _Archives, classes: int) -> None:
     """Raises UserError for a label that is no class."""
-    wrong = np.flatnonzero(archives.labels >= classes)
-    if len(wrong):
-        first = int(wrong[0])
+    first = first_outside(archives.labels, classes)
+    if first is not None:
         what = f"label {archives.labels[first]} is outside 0..{classes - 1}"
         fix = "correct it, or data.classes=N (where left out: train's largest label plus 1)"
         raise UserError(what, archives.name(first), fix)

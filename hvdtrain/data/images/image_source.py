@@ -17,7 +17,7 @@ from hvdtrain.data.images.decode import Box, Name, Undecoded, centre_square
 from hvdtrain.data.images.draws import draw_keys
 from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
-from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields
+from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields, read_labels
 from hvdtrain.data.workers.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -119,7 +119,7 @@ class ImageSource:
     """A source that decodes each image when it is read: on the thread that reads it, or in worker processes."""
 
     encoded: EncodedImages
-    y: np.ndarray  # int64 (n,), each in 0..classes-1
+    y: np.ndarray  # integers (n,), each in 0..classes-1
     classes: int
     shape: tuple[int, int, int]  # (H, W, C)
     crop: bool  # take the centre square; else every image must have the size of `first`
@@ -162,7 +162,7 @@ class ImageSource:
             x = np.empty((len(indices), *self.shape), np.uint8)
             with self._one_thread_if_small(indices):
                 self.reader.read_into({"x": x}, indices, keys)
-        return {"x": x, "y": self.y[indices]}
+        return {"x": x, "y": read_labels(self.y, indices)}
 
     @property
     def reader(self) -> ImageReader:

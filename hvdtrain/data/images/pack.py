@@ -26,7 +26,16 @@ from hvdtrain.data.images.checked_array import MOST_ROWS, CheckedArray, checksum
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
-from hvdtrain.data.source import ArraySource, Field, LabelledImages, check_indices, digest_of_labels, image_digests, image_fields
+from hvdtrain.data.source import (
+    ArraySource,
+    Field,
+    LabelledImages,
+    check_indices,
+    digest_of_labels,
+    image_digests,
+    image_fields,
+    read_labels,
+)
 from hvdtrain.data.workers.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -68,7 +77,7 @@ class PackedSource:
     """A source over several array files; all but the last have the same length."""
 
     arrays: tuple[CheckedArray, ...]
-    y: np.ndarray  # int64 (n,), each in 0..classes-1
+    y: np.ndarray  # integers (n,), each in 0..classes-1
     classes: int
     shape: tuple[int, int, int]
     class_names: tuple[str, ...] = ()
@@ -92,7 +101,7 @@ class PackedSource:
         for shard in np.unique(shards).tolist():
             of_shard = np.flatnonzero(shards == shard)
             x[of_shard] = self.arrays[shard].read(rows[of_shard])
-        return {"x": x, "y": self.y[indices]}
+        return {"x": x, "y": read_labels(self.y, indices)}
 
     def stats(self) -> ChannelStats:
         """Over at most 2,000 images, equal to ImageSource.stats(): reading all would take 5 s for each GiB."""

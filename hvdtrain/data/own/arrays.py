@@ -33,8 +33,8 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
         if images is not None and _are_labels(y, len(images)):
             if y.min() < 0:  # of samples without a class, or wrong
                 return NamedArrays({"x": images, "y": y}, where=name)
-            source = ArraySource(images, y.astype(np.int64, copy=False), int(y.max()) + 1, name)
-            return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, np.arange(len(images)))
+            source = ArraySource(images, y, int(y.max()) + 1, name)
+            return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, None)
     return NamedArrays(arrays, where=name)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.source import smallest
+
 _LABELS = ("targets", "labels")  # where Datasets have them
 _FIELDS = ("label", "labels", "y")  # of a Hugging Face Dataset
 _DEEPEST = 8  # a Subset of a Subset of ...
@@ -78,4 +80,6 @@ def _integers(labels: Any) -> np.ndarray | None:
         found = np.asarray(labels)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return found if found.ndim == 1 and len(found) and found.dtype.kind in "iub" else None
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iub":
+        return None
+    return smallest(found) if isinstance(labels, (list, tuple)) else found
