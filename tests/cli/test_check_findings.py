@@ -12,7 +12,7 @@ from rank_threads import ThreadRank, in_threads
 from hvdtrain.cli.check.differences import differing_code, find_differences
 from hvdtrain.cli.check.findings import Finding, describe_ranks, finding_of_error, most_severe_first, number_ranges
 from hvdtrain.cli.check.inspection import RankInspection, _of_each_kind
-from hvdtrain.cli.check.rank_facts import RankFacts, container, launcher_mpi
+from hvdtrain.cli.check.rank_facts import RankFacts, apart_from, completed, container, launcher_mpi
 from hvdtrain.cli.check.report import network_lines
 from hvdtrain.cli.check.shared_resources import find_shortages, full_mesh
 from hvdtrain.cli.check.speed import AllreduceSpeed, slow_engine
@@ -245,6 +245,25 @@ def test_a_failed_attempt_is_a_finding_of_its_rank() -> None:
     assert unexpected.what == "ValueError: invalid literal for int() with base 10: 'x'"
     assert unexpected.where.startswith(f"rank 3 on n2, {__file__}:")
     assert finding_of_error(UserError("only what"), "rank 0 on n1") == Finding("error", "only what", "rank 0 on n1", "")
+
+
+def test_a_rank_sends_what_of_its_facts_is_not_rank_0s() -> None:
+    first = rank(0, data={"training samples": 9, "seconds": 1.5})
+    others = [
+        rank(1, data={"training samples": 9, "seconds": 0.1}),
+        rank(2, data=None, versions={}, libraries=NO_HOROVOD),  # without names that rank 0 has
+        rank(
+            3,
+            data={"training samples": 8, "seconds": 2, "more": [1, {"x": 2}]},
+            versions={"torch": "2.13", "jax": "0.5"},
+            infiniband=["ib0"],
+        ),
+    ]
+    for other in others:
+        sent = json.loads(json.dumps(apart_from(first, other)))
+        assert completed(first, sent) == other
+    assert apart_from(first, first) == {}
+    assert apart_from(first, others[0]) == {"rank": [1], "local_rank": [1], "pid": [101], "cores": [[1]], "data": {"seconds": [0.1]}}
 
 
 def test_errors_come_first_and_once() -> None:

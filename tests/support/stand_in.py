@@ -1,14 +1,16 @@
-"""Rank 0 of a job whose other ranks do not exist: what it receives, holds and does in each phase.
+"""Rank 0 of a job, of a check and of a checkpoint that ranks write together, whose other ranks do not exist: what it receives and does.
 
 python tests/support/stand_in.py [RANKS ...]
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 from collections import defaultdict
@@ -19,14 +21,25 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cli.check.inspection import RankInspection, compare_ranks, connected_facts, inspect_job
+from hvdtrain.cli.check.report import Report, to_text
+from hvdtrain.cli.check.speed import LARGE_BYTES
+from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
+from hvdtrain.comm.placement import Placement
 from hvdtrain.config.read import configure
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
 from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.shards import WORD, Parts, Share, WrittenByAll, of_read, of_written
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock.lock import RunLock
 from hvdtrain.training.train_job import train_job
 
@@ -118,11 +131,97 @@ def phases_of(size: int, run: Path, words: Sequence[str] = WORDS) -> dict[str, C
     return dict(heartbeat.counts)
 
 
+class StandInOfCheck(StandIn):
+    """The others have numbers and hosts of their own."""
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return super().allreduce(x, name, op) if x.nbytes < LARGE_BYTES else x  # by which check measures the engine
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        packed = pickle.dumps(thing)
+        others = [_of_rank(rank, pickle.loads(packed)) for rank in range(1, self.size)]
+        self._phases.receive(sum(len(pickle.dumps(other)) for other in others))
+        return [thing, *others]
+
+
+def _of_rank(rank: int, thing: Any) -> Any:
+    """What rank 0 sends, as another rank would: in the first place of a pair what of its facts is not rank 0's."""
+    if isinstance(thing, tuple) and isinstance(thing[0], dict):
+        host = f"host{rank // RANKS_OF_HOST}"
+        own = {"rank": rank, "local_rank": rank % RANKS_OF_HOST, "host": host, "machine": f"boot id of {host}", "pid": 100_000 + rank}
+        own |= {"networks": {"eth0": f"10.0.{rank // 256}.{rank % 256}"}, "clock_s": 1e9 + rank / 1e6}
+        thing[0].update({name: [value] for name, value in own.items()})
+    return thing
+
+
+def check_of(size: int, run: Path) -> tuple[Counts, Report]:
+    """Of `hvdtrain check`, as rank 0 of `size`."""
+    phases = Phases()
+    communicator = StandInOfCheck(size, phases)
+    place, limit = Placement(0, size, 0, min(size, RANKS_OF_HOST), "a stand-in"), TimeLimit(0, 600)
+    phases.beat("check", 0, 0)
+    config = resolve_batch_size(configure(None, [*WORDS, f"run={run}"]), size)
+    rank = RankInspection(connected_facts(place, communicator))
+    run_folder = inspect_job(rank, config, communicator)
+    report = compare_ranks(rank, config, run_folder, communicator, "a stand-in", place, limit)
+    to_text(report)
+    limit.cancel()
+    phases.beat("", 0, 0)
+    return phases.counts["check"], report
+
+
+class OtherWriters(threading.Thread):
+    """All ranks but 0 of a checkpoint: each reports what a rank does that has no part of the small state, and reads its share."""
+
+    def __init__(self, parts: Parts, size: int, folder: Path) -> None:
+        super().__init__()
+        self._parts, self._size, self._folder = parts, size, folder
+        self.reported_bytes = 0
+
+    def run(self) -> None:
+        while not self._folder.exists():
+            time.sleep(0.01)
+        with Folder.open(self._folder) as folder:
+            for rank in range(1, self._size):
+                self._report(of_written(rank), {"sums": [(0, 0)] * len(self._parts.layout.sizes)})
+            while folder.status(WORD) is None:
+                time.sleep(0.01)
+            for rank in range(1, self._size):
+                share = Share(self._parts.layout.sizes, rank, self._size).read(folder, lambda: None)
+                self._report(of_read(rank), {"sums": list(share.sums.values()), "checksums": share.checksums})
+
+    def _report(self, name: str, report: dict[str, Any]) -> None:
+        text = json.dumps(report)
+        unfinished = self._folder / f".{name}"
+        unfinished.write_text(text)
+        unfinished.rename(self._folder / name)
+        self.reported_bytes += len(text)
+
+
+def checkpoint_of(size: int, run: Path) -> Counts:
+    """Of a checkpoint that `size` ranks write together; collectives: looks at the folder and reports that are read."""
+    run.mkdir()
+    name = files.unfinished_name(3, "0123456789abcdef")
+    state = {"p.w": np.arange(1000.0), "s.w.0": np.arange(1000.0)}
+    pieces = [whole("p.w", state["p.w"]), Piece("s.w.0", (1000,), 0, 1000, state["s.w.0"], is_whole=False, is_mine=True)]
+    parts = Parts(pieces, files.ARRAYS, files.file_of, 0)
+    others = OtherWriters(parts, size, run / "checkpoints" / name)
+    others.start()
+    began_s = time.thread_time()
+    written = WrittenByAll(parts, range(1, size), [f"host{rank // RANKS_OF_HOST}" for rank in range(size)], name)
+    files.write(run, TrainState(Progress(10, 100, 3, 24)), written, {})
+    others.join()
+    return Counts(0, others.reported_bytes, time.thread_time() - began_s)
+
+
 def print_phases(size: int) -> None:
     """Twice: what is imported in the first run counts for no number of ranks. Memory with tracemalloc, which takes time, in a third one."""
     with tempfile.TemporaryDirectory() as folder:
         phases_of(size, Path(folder) / "first")
         counts = phases_of(size, Path(folder) / "second")
+        check_of(size, Path(folder) / "checked first")
+        counts["check"], _ = check_of(size, Path(folder) / "checked")
+        counts["a checkpoint of ranks with parts"] = checkpoint_of(size, Path(folder) / "written")
         tracemalloc.start()
         phases_of(size, Path(folder) / "third")
         peak_bytes = tracemalloc.get_traced_memory()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import tracemalloc
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import Job, mpirun, needs_mpirun
-from stand_in import phases_of
+from stand_in import check_of, checkpoint_of, phases_of
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
+from hvdtrain.cli.check.report import to_text
 from hvdtrain.errors import DONE, REQUEUE
+from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
 
 WORDS = ["framework=numpy", "model.name=linear", "speed.precision=fp64", "batch.size=192", "recipe.schedule=constant", "epochs=100000"]
@@ -69,3 +72,22 @@ def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
     assert {phase: counts.collectives for phase, counts in many.items()} == {phase: counts.collectives for phase, counts in few.items()}
     assert max(counts.received_bytes for counts in many.values()) < 512 * 8192
     assert sum(counts.collectives for counts in many.values()) > 20 and peak_bytes < 20e6, "7 MB; 1.1 GB with an array of all pairs"
+
+
+def test_what_rank_0_gets_in_a_check_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
+    """What differs of a rank's facts, of which it has 1.3 kB; findings of 1,024 hosts are few lines."""
+    (few, _), (many, report) = check_of(64, tmp_path / "few"), check_of(8192, tmp_path / "many")
+    assert few.collectives == many.collectives and 0 < many.received_bytes < 512 * 8192, many
+    assert [facts["pid"] for facts in report.ranks[1:]] == list(range(100_001, 108_192))
+    assert {facts["versions"]["Python"] for facts in report.ranks} == {platform.python_version()}
+    lines = to_text(report)
+    assert len(report.findings) > 1000 and len(lines) < 400, "one of each host that shares its cores"
+    assert any(line.endswith(" more like these; --json has all of them") for line in lines)
+
+
+def test_what_rank_0_gets_of_a_checkpoint_that_ranks_write_together_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
+    counts = checkpoint_of(8192, tmp_path / "run")
+    assert 0 < counts.received_bytes < 512 * 8192, counts
+    (found,) = files.finished(tmp_path / "run")
+    assert sorted(os.listdir(found)) == sorted(["SHA256SUMS", "progress.json", *files.ARRAYS, *(f"{file}.chunks" for file in files.ARRAYS)])
+    assert files.read_arrays(found, 2**20)["s.w.0"].tolist() == list(range(1000))

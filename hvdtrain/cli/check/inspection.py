@@ -11,7 +11,7 @@ from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
 from hvdtrain.cli.check.dry_run import RunFolderFacts
 from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
-from hvdtrain.cli.check.rank_facts import RankFacts, local_facts, network_variables
+from hvdtrain.cli.check.rank_facts import RankFacts, apart_from, completed, local_facts, network_variables
 from hvdtrain.cli.check.report import Report
 from hvdtrain.cli.check.shared_resources import find_shortages, full_mesh
 from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
@@ -92,8 +92,9 @@ def compare_ranks(
     time_limit.start_waiting("to compare")
     speeds = measure_speeds(communicator, rank.facts, place)
     rank.facts["clock_s"] = read_clocks(communicator)[communicator.rank]
-    gathered = communicator.allgather_object((rank.facts, [tuple(finding) for finding in rank.findings]))
-    ranks = [facts for facts, _ in gathered]
+    first = communicator.broadcast_object(rank.facts)
+    gathered = communicator.allgather_object((apart_from(first, rank.facts), [tuple(finding) for finding in rank.findings]))
+    ranks = [completed(first, sent) for sent, _ in gathered]
     findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
     findings += _compare_code_and_configuration(communicator, config, ranks)
     findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]

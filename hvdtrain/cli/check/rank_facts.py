@@ -110,6 +110,22 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
     }
 
 
+def apart_from(first: Any, own: Any) -> Any:
+    """What a rank sends of its facts, which have these of rank 0 for the most part: completed() makes all of them of it again.
+
+    Of objects {name: value} with all of the names in `first` a dict of what differs, of anything else a list of the whole.
+    """
+    if isinstance(first, dict) and isinstance(own, dict) and first.keys() <= own.keys():
+        return {name: apart_from(first.get(name), value) for name, value in own.items() if name not in first or first[name] != value}
+    return [own]
+
+
+def completed(first: Any, sent: Any) -> Any:
+    if isinstance(sent, dict):
+        return {**first, **{name: completed(first.get(name), part) for name, part in sent.items()}}
+    return sent[0]
+
+
 def launcher_mpi(environ: Mapping[str, str]) -> str:
     """The MPI that started this process, by the variables it sets; empty where no MPI did."""
     if "OMPI_COMM_WORLD_RANK" in environ:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.cli.check.dry_run import RunFolderFacts
-from hvdtrain.cli.check.findings import Finding, count_by_level, group_ranks, number_ranges
+from hvdtrain.cli.check.findings import Finding, Level, count_by_level, group_ranks, number_ranges
 from hvdtrain.cli.check.rank_facts import RankFacts
 from hvdtrain.cli.check.speed import AllreduceSpeed, Speeds
 from hvdtrain.cli.formatting import align
 from hvdtrain.errors import DONE, USER
 
 _MOST_ROWS = 128
+_MOST_ALIKE = 32  # findings with one fix
 _COLUMNS = ("rank", "host", "local", "device", "cores", "threads", "engine", "launcher", "pid")
 
 
@@ -146,13 +148,19 @@ def _speed_line(name: str, speed: AllreduceSpeed) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each finding, and a line that counts them."""
+    """Each finding, of those with one fix, as of many hosts, the first ones; and a line that counts them."""
+    with_fix: Counter[tuple[Level, str]] = Counter()
     for finding in findings:
-        yield f"{finding.level}: {finding.what}"
-        if finding.where:
-            yield f"  where: {finding.where}"
-        if finding.fix:
-            yield f"  fix: {finding.fix}"
+        kind = finding.level, finding.fix
+        with_fix[kind] += 1
+        if with_fix[kind] <= _MOST_ALIKE:
+            yield f"{finding.level}: {finding.what}"
+            yield from [f"  where: {finding.where}"] if finding.where else []
+            yield from [f"  fix: {finding.fix}"] if finding.fix else []
+    for (level, fix), count in with_fix.items():
+        if count > _MOST_ALIKE:
+            yield f"{level}: {count - _MOST_ALIKE:,} more like these; --json has all of them"
+            yield f"  fix: {fix}"
     counts = count_by_level(findings)
     summary = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count)
     conclusion = "the job would fail or run incorrectly" if counts["error"] else "the job can start"

@@ -357,9 +357,8 @@ class WrittenByAll:
             return None
 
         found: dict[int, dict[str, Any]] = {}
-        missing, looks, patience = list(self._ranks), _looks(), None
-        while missing:
-            next(looks)
+        missing, patience = list(self._ranks), None
+        for _ in _looks():
             there, before = set(folder.names()), len(missing)
             come = [rank for rank in missing if name_of(rank) in there] or missing[:1]  # NFS may list what was there a while ago
             for rank, report in zip(come, readers.map(read, come), strict=True):
@@ -367,11 +366,12 @@ class WrittenByAll:
                     found[rank] = self._checked(rank, report)
                     self._moved()
             missing = [rank for rank in missing if rank not in found]
+            if not missing:
+                break
             if len(missing) < before:
-                looks, patience = _looks(), None
-            elif patience is None:
-                patience = Patience(folder, missing[0], self._clock)
-            if patience is not None:
+                patience = None
+            else:
+                patience = patience or Patience(folder, missing[0], self._clock)
                 self._wait_for(missing[0], patience)
         return [found[rank] for rank in self._ranks]
 
