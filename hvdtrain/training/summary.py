@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from hvdtrain.training.start import Start
 from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
 
+_MOST_HOSTS = 16  # named in the header
 SCHEMA = 2  # of the events; docs/events.md
 CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
@@ -89,10 +91,16 @@ def emit_stop(job: Job, start: Start, now: TrainState, reason: str, failure: str
     job.log.emit("stop", now.progress.step, reason=reason, exit_code=REQUEUE, lines=lines, **end_fields(job, now), **memory)
 
 
+def _ranks_of_hosts(hosts: Sequence[str]) -> str:
+    """n1 x 8, n2 x 8"""
+    ranks = Counter(hosts)
+    shown = [f"{host} x {ranks[host]}" for host in sorted(ranks)[:_MOST_HOSTS]]
+    return ", ".join(shown) + (f" and {len(ranks) - _MOST_HOSTS:,} more hosts" if len(ranks) > _MOST_HOSTS else "")
+
+
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
     config, ranks, readers = job.config, job.communicator.size, job.config.readers(job.communicator.size)
-    where = ", ".join(f"{host} x {job.hosts.count(host)}" for host in sorted(set(job.hosts)))
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
@@ -103,7 +111,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     at_first = " at first" if job.recipe.batch.to else ""
     divided = f"over all {reader}s, {_share(config.batch.size, readers)} on each{at_first}"
     lines = [
-        f"ranks   {ranks} ({where}), engine {job.communicator.name}: {engine_reason}",
+        f"ranks   {ranks} ({_ranks_of_hosts(job.hosts)}), engine {job.communicator.name}: {engine_reason}",
         *mesh_lines(config.parallel, job.hosts),
         *([f"servers {_server_summary(config.servers, ranks)}"] if config.servers.count else []),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",

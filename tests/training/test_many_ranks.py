@@ -62,13 +62,16 @@ def weights(run: Path, step: int) -> dict[str, np.ndarray]:
         return {name: np.array(values) for name, values in map_arrays(file).items()}
 
 
-def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
+def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With 8,191 ranks that do not exist: as many collectives as with 63, and below 512 bytes of each rank in a phase."""
     few = phases_of(64, tmp_path / "few")
     tracemalloc.start()
+    capsys.readouterr()
     many = phases_of(8192, tmp_path / "many")
+    header = capsys.readouterr().out.splitlines()
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert any(line.startswith("ranks   8192 (host0 x 8, host1 x 8, ") and " and 1,008 more hosts), " in line for line in header), header
     assert {phase: counts.collectives for phase, counts in many.items()} == {phase: counts.collectives for phase, counts in few.items()}
     assert max(counts.received_bytes for counts in many.values()) < 512 * 8192
     assert sum(counts.collectives for counts in many.values()) > 20 and peak_bytes < 20e6, "7 MB; 1.1 GB with an array of all pairs"
