@@ -353,8 +353,20 @@ def messages(communicator: Communicator, name: str) -> Claims:
             senders = [(group.recv_from_any(x := np.empty(2, np.int64), name, 77), *x.tolist()) for _ in others]
             wanted = np.array([(other, other, 7) for other in others], np.int64)
             yield np.array(sorted(senders), np.int64), "numpy", wanted, "int64"
+            if group.name == "mpi":
+                yield np.array([refuses_pieces_from_any(group)]), "numpy", np.array([True]), "bool"
         else:
             group.start_send(np.array([rank, 7]), 0, name, 77).wait()
+
+
+def refuses_pieces_from_any(group: Any) -> bool:
+    """Those of two senders would be mixed: a message of 16 bytes, where a piece has 8."""
+    with mock.patch.object(mpi, "PIECE_BYTES", 8):
+        try:
+            group.recv_from_any(np.empty(2, np.int64), "too large", 78)
+        except ValueError as error:
+            return str(error).startswith("16 bytes from any rank")
+    return False
 
 
 def refused(collective: str, x: Any, dtype: str, communicator: Communicator, name: str) -> Claims:
