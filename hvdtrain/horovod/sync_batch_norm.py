@@ -37,9 +37,11 @@ class SyncBatchNorm(_BatchNorm):
         """The running statistics; variance: unbiased."""
         assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        for running, found in ((self.running_mean, mean), (self.running_var, variance)):
+            if self.momentum is not None:
+                running.lerp_(found.to(running.dtype), self.momentum)
+            else:  # on the device, for which the host would have to wait
+                running.lerp_(found.to(running.dtype), self.num_batches_tracked.double().reciprocal().to(running.dtype))
 
 
 class _Normalize(torch.autograd.Function):
@@ -50,7 +52,7 @@ class _Normalize(torch.autograd.Function):
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         values = x.detach().to(precise)
         axes = [0, *range(2, x.dim())]
-        own_count = torch.tensor([x.numel() // x.size(1)], dtype=precise, device=x.device)
+        own_count = values.new_full((1,), x.numel() // x.size(1))  # filled by the device: a copy to it would wait
         mean_here = values.mean(axes) if len(x) else values.new_zeros(x.size(1))
         squares_here = (values - _spread(mean_here, x)).square().sum(axes)
         gathered = allgather(torch.cat([own_count, mean_here, squares_here])[None])  # (ranks, 1 + 2 C)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import norms_on_ranks
 import pytest
@@ -14,12 +15,14 @@ import torch
 from pool import on_ranks
 from ranks import needs_horovod, needs_mpirun
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import convnet
 from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deinterleave, interleave, use_norm
 from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm
+from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as HorovodsNorm
 
 Statistics = Literal["averaged", "sequential"]
 MARKS = {"mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod]}
@@ -54,17 +57,51 @@ def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> 
 
 
 class Idle(SingleProcessCommunicator):
-    """Two ranks that never hear each other."""
+    """Two ranks that never hear each other; a host that asked one for the lengths of rows would wait for its device."""
 
     name, size = "idle", 2
 
-    def allgather(self, x: Buffer, name: str) -> Buffer:
-        return torch.cat([x, x])
+    def allgather(self, x: Buffer, name: str) -> NoReturn:
+        raise AssertionError("lengths that every rank knows are asked for")
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        return CompletedHandle(x[:1].expand_as(x))
 
 
 @pytest.mark.parametrize("case", ["layer-2d-even-fp64", "net-buckets-even-fp64", "far_from_zero-fp32"])
 def test_the_comparison_notices_ranks_that_do_not_hear_each_other(case: str) -> None:
     assert norms_on_ranks.cases("idle")[case](Idle()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")]),
+    ],
+)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_host_waits_for_no_device(device: str, momentum: float | None) -> None:
+    norm = nn.BatchNorm2d(3, momentum=momentum, device=device)
+    model, x = use_norm(norm, "sync", 1, "averaged", Idle()), torch.ones(4, 3, 5, 5, device=device, requires_grad=True)
+    own = HorovodsNorm(3, momentum=momentum, device=device)
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(NoReading())
+        else:
+            torch.cuda.set_sync_debug_mode("error")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        model(x).sum().backward()
+        own._update(torch.ones_like(norm.bias), torch.ones_like(norm.bias))
+    assert x.grad is not None and x.grad.device.type == own.running_mean.device.type == device
+
+
+class NoReading(TorchDispatchMode):
+    """Of no tensor a number becomes one of Python inside, and none a tensor: on a GPU the host would wait."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), function
+        return function(*arguments, **options or {})
 
 
 def looped(norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -37,19 +37,19 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalise.apply(x, self.weight, self.bias, (total, mean, var), self)
 
     def _gather_statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Over all ranks: values per channel (1,), mean (C,) and biased variance (C,), by one allgather.
+        """Over all ranks: values per channel (1,), mean (C,) and biased variance (C,), by one collective of rows of equal length.
 
-        Means and variances of parts combine without cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums of squares would not.
+        The counts travel with the rest, so a host that uses a GPU waits for no device. Means and variances of parts combine without
+        cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums of squares would not.
         """
-        channels, local = self.num_features, x.numel() // self.num_features
-        mine = torch.zeros((1, 1 + 2 * channels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        channels, local, ranks = self.num_features, x.numel() // self.num_features, self.communicator
+        rows = x.new_zeros((ranks.size, 1 + 2 * channels), dtype=torch.promote_types(x.dtype, torch.float32))
         if local:
-            mine[0, 0] = local
-            mine[0, 1:] = torch.cat(torch.batch_norm_update_stats(x.to(mine.dtype), None, None, 1.0))  # mean, biased variance
-        ranks = self.communicator.allgather(mine.to(reduction_device(x.device, self.communicator)), f"sync_norm.{self.layer}.forward").to(
-            x.device
-        )
-        counts, means, variances = ranks.split([1, channels, channels], dim=1)  # (size, 1), (size, C), (size, C)
+            mine = rows[ranks.rank]
+            mine[0].fill_(local)
+            mine[1:] = torch.cat(torch.batch_norm_update_stats(x.to(rows.dtype), None, None, 1.0))  # mean, biased variance
+        handle = ranks.start_spread(rows.to(reduction_device(x.device, ranks)), f"sync_norm.{self.layer}.forward")
+        counts, means, variances = handle.wait().to(x.device).split([1, channels, channels], dim=1)  # (size, 1), (size, C), (size, C)
         total = counts.sum(0)
         if local <= 1 and total <= 1:  # a larger batch needs no look at the total, for which the host waits
             raise ValueError(
@@ -136,12 +136,15 @@ def update_running(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tenso
         return
     updates = len(means) if one_by_one else 1
     norm.num_batches_tracked += updates
-    momentum = updates / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    keep: float | torch.Tensor
     if one_by_one and norm.momentum is not None:
         later = torch.arange(updates - 1, -1, -1, dtype=means.dtype, device=means.device)  # updates after each
-        weights, keep = momentum * (1 - momentum) ** later, (1 - momentum) ** updates
+        weights, keep = norm.momentum * (1 - norm.momentum) ** later, (1 - norm.momentum) ** updates
+    elif norm.momentum is not None:
+        weights, keep = means.new_full((len(means),), norm.momentum / len(means)), 1 - norm.momentum
     else:
-        weights, keep = means.new_full((len(means),), momentum / len(means)), 1 - momentum
+        share = updates / norm.num_batches_tracked.double()  # on the device, for which the host would have to wait
+        weights, keep = (share / len(means)).to(means.dtype).expand(len(means)), 1 - share
     with torch.no_grad():
         norm.running_mean.mul_(keep).add_((weights.unsqueeze(1) * means).sum(0))
         norm.running_var.mul_(keep).add_((weights.unsqueeze(1) * variances).sum(0))
