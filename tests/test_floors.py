@@ -21,12 +21,14 @@ TASKS_IN_JAX = [name for name in NAMES if name.startswith("tasks/") and name.end
 ALLOWED = {  # the only files that may import these
     "torch": (
         "core/import_torchvision.py",
+        "comm/cuda.py",
         "comm/horovod.py",
         "comm/half_sums.py",
         "comm/meeting.py",
         "comm/torchdist.py",
         "comm/even_parts.py",
         "comm/process_group.py",
+        "comm/staging.py",
         "comm/exchange/group.py",
         "frameworks/torch/",
         "horovod/",

@@ -80,6 +80,14 @@ def test_horovods_calls_on_tensors_that_stay_on_the_gpu(tmp_path: Path) -> None:
     assert len(failures) > 100 and not any(failures.values()), {name: failure for name, failure in failures.items() if failure}
 
 
+@pytest.mark.parametrize("fusion_bytes", ["67108864", "1000"], ids=["made by who waits", "made by a thread"])
+@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+def test_collectives_follow_the_scripts_streams(engine: str, fusion_bytes: str) -> None:
+    program = ["tests/support/gloo_on_gpu.py"] * (engine == "torchdist") + ["tests/support/streams_on_gpu.py"]
+    result = finished(2, *program, env={"HVDTRAIN_ENGINE": engine, "HOROVOD_FUSION_THRESHOLD": fusion_bytes})
+    assert result.stdout.count("in order") == 2
+
+
 def test_adasum_of_tensors_that_stay_on_the_gpu() -> None:
     assert finished(2, "tests/support/adasum_on_gpu.py").stdout.count("as by the formula") == 2
 

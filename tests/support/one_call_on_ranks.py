@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from conformance import allgather, expect, reduce_scatter, sharded
 from strategies_on_ranks import learner, train, weights
 
+from hvdtrain.comm import even_parts
 from hvdtrain.comm.communicator import part_of
+from hvdtrain.horovod.engine.reduce import scattered_sums
 
 
 def conforms(communicator: Any) -> int:
@@ -55,6 +58,21 @@ def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
         communicator._comm = comm
     expected = random.sum(0)
     return calls, float(np.abs(whole - expected).max() / np.abs(expected).max())
+
+
+def scattered(communicator: Any) -> tuple[int, str]:
+    """How many reduce-scatters of torch.distributed give a rank its rows of the sums of five tensors; what is wrong with those rows."""
+    size, rank = communicator.size, communicator.rank
+    shapes = [(2 * size, 3), (size + 1, 2), (size,), (1,), (3 * size, 1, 2)]
+    wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in shapes]
+    with _in_one_call(communicator), mock.patch.object(even_parts, "_reduce_scatter", wraps=even_parts._reduce_scatter) as calls:
+        found = scattered_sums(communicator, [whole * (rank + 1) for whole in wholes], "rows")
+    total = size * (size + 1) // 2
+    for whole, rows in zip(wholes, found, strict=True):
+        expected = whole[part_of(len(whole), rank, size)] * total
+        if not torch.equal(rows, expected):
+            return calls.call_count, f"{tuple(whole.shape)}: {rows.tolist()}, not {expected.tolist()}"
+    return calls.call_count, ""
 
 
 def on_gpu(communicator: Any) -> bool:

@@ -27,6 +27,7 @@ from hvdtrain.horovod.engine.perform import Performer
 from hvdtrain.horovod.engine.requests import Key, Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.stand_in import stand_in
+from hvdtrain.horovod.engine.streams import Streams
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
 
 IDLE_S = 0.005  # between two rounds in which nothing could be made
@@ -50,15 +51,17 @@ class Lane:
         timeline: Timeline,
         callers: Callers,
         change: Callable[[Signature], Any],
+        streams: Streams | None = None,
     ) -> None:
-        """ranks: of the job, those of the communicator. callers: threads of this process.
+        """ranks: of the job, those of the communicator. callers: threads of this process. streams: of this set alone.
 
         change: makes or removes a process set that all ranks have agreed on.
         """
         self.ranks, self._settings, self._timeline = list(ranks), settings, timeline
         self._callers, self._change = callers, change
         self.communicator, self._exchange = communicator, exchange
-        self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline)
+        self._streams = streams or Streams()
+        self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline, self._streams)
         self._block = Block(len(self.ranks))
         self._queue: dict[Key, Request] = {}  # in the order of the program
         self._lock = threading.Lock()  # of the queue
@@ -84,6 +87,7 @@ class Lane:
         """Queues a request; True where enough are queued. Raises BadCall where one of this name is under way."""
         if self._broken is not None:
             raise self._broken
+        self._streams.ask(request)
         with self._lock:
             if request.key in self._queue:
                 what = (
@@ -121,6 +125,11 @@ class Lane:
                 self._check_patience(request, start)
         finally:
             self._callers.go_on()
+
+    def result(self, request: Request) -> Any:
+        """Of a request that is done. On a GPU it is there for what the present streams of this thread are given from now on."""
+        self._streams.receive(request)
+        return request.result
 
     def step(self, request: Request) -> bool:
         """Whether it is done; makes what can be made without waiting for a rank that has not come. Raises Stalled as finish() does."""
@@ -310,12 +319,17 @@ class Lane:
         decision = decide(standings)
         own = {request.key: request for request in asked}
         self._missing = decision.missing
-        ready = [(own.get(each.signature.key) or stand_in(each.signature, len(self.ranks)), each.buckets) for each in decision.ready]
+        ready = [(own.get(each.signature.key) or self._stand_in(each.signature), each.buckets) for each in decision.ready]
         if ready:
             self._make(ready)
         self._refuse(decision, own)
         self._note_joined(standings)
         self._note_progress(progress=bool(decision.ready or decision.refused))
+
+    def _stand_in(self, signature: Signature) -> Request:
+        request = stand_in(signature, len(self.ranks))
+        self._streams.ask(request)
+        return request
 
     def _standings(self, asked: Sequence[Request]) -> list[Standing]:
         special, own = self._special, self._own_flags

@@ -90,7 +90,7 @@ class OwnEngine:
                     lane.finish(request)
         if request.error is not None:
             raise request.error
-        return request.result
+        return lane.result(request)
 
     def join(self) -> int:
         with self._others_going_on(self._lanes[GLOBAL]):

@@ -10,9 +10,10 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import reduced, start_reduce_
+from hvdtrain.horovod.engine.reduce import is_for_engine, reduced, scattered_sums, start_reduce_
 from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.scale import average_, scale_
+from hvdtrain.horovod.engine.streams import Streams
 from hvdtrain.horovod.engine.swap import as_bytes, swap
 from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.units import Batch, Unit, batches, runs
@@ -23,8 +24,9 @@ Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor)
 class Performer:
     """Makes the collectives of the ranks of one process set."""
 
-    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline) -> None:
+    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline, streams: Streams) -> None:
         """ranks: of the job, those of the communicator."""
+        self._streams = streams
         self._communicator, self._ranks, self._fusion_bytes, self._timeline = communicator, list(ranks), fusion_bytes, timeline
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # reused from batch to batch
         self._start = {
@@ -38,11 +40,13 @@ class Performer:
     def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
         """Every rank of the set calls it with the same requests, in the same order. Each has the buckets of the ranks that asked for it."""
         results: Results = {}
-        waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
-        for wait in waits:
-            wait()
+        with self._streams.behind([request for request, _ in requests]) as streams:
+            waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
+            for wait in waits:
+                wait()
+            made = [stream.record_event() for stream in streams]
         for request, _ in requests:
-            request.finish([results[id(request), index] for index in range(len(request.inputs))])
+            request.finish([results[id(request), index] for index in range(len(request.inputs))], made)
 
     def _begin(self, batch: Batch, results: Results) -> Callable[[], None]:
         """What it returns ends the collective."""
@@ -129,13 +133,22 @@ class Performer:
         """lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
         is_copy = len(units) == 1 and self._communicator.size > 1  # what one rank gathers from itself is its own memory
-        gathered = self._communicator.allgather(_joined(flats), units[0].request.signature.name)
         widths = [_row_bytes(unit.source) for unit in units]
+        gathered = self._gathered(_joined(flats), lengths @ np.array(widths), units[0].request.signature.name)
         parts = gathered.split([length * width for row in lengths.tolist() for length, width in zip(row, widths, strict=True)])
         for index, unit in enumerate(units):  # of rank 0 every unit, of rank 1 every unit, ...
             whole = gathered if is_copy else torch.cat(parts[index :: len(units)])
             whole = whole.view(unit.source.dtype).view(int(lengths[:, index].sum()), *unit.source.shape[1:])
             results[id(unit.request), unit.place] = whole.to(unit.source.device)
+
+    def _gathered(self, flat: torch.Tensor, of_ranks: np.ndarray, name: str) -> torch.Tensor:
+        """The bytes of every rank. of_ranks: how many of each: the engine need not ask, for which a host would wait for its GPU."""
+        if len(set(of_ranks.tolist())) > 1 or self._communicator.size == 1:
+            return self._communicator.allgather(flat, name)
+        rows = flat.new_empty((self._communicator.size, len(flat)))
+        rows[self._communicator.rank].copy_(flat)
+        found: torch.Tensor = self._communicator.start_spread(rows, name).wait()
+        return found.view(-1)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._stays(tensor) else tensor.cpu()
@@ -173,14 +186,27 @@ class Performer:
         return lambda: None
 
     def _reducescatter_on_device(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """An allreduce, of which this rank keeps its rows: there are no messages between devices."""
+        """Sums by the engine's reduce-scatter, the rest by an allreduce, of which this rank keeps its rows."""
         signature = batch.signature
+        if signature.op in ("sum", "average") and is_for_engine(self._communicator, batch.units[0].source, "sum"):
+            return self._scatter_sums(batch, results)
         flat, pieces = self._packed([unit.source for unit in batch.units])
         _prescale_(flat, batch)
         start_reduce_(self._communicator, flat, "sum" if signature.op == "average" else signature.op, signature.name)()
         finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
         for unit, whole in zip(batch.units, pieces, strict=True):
             results[id(unit.request), unit.place] = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)].clone()
+        return lambda: None
+
+    def _scatter_sums(self, batch: Batch, results: Results) -> Callable[[], None]:
+        signature, mine = batch.signature, [unit.source.clone() for unit in batch.units]
+        for unit, tensor in zip(batch.units, mine, strict=True):
+            if not unit.request.is_stand_in:
+                scale_(tensor, signature.prescale)
+        sums = scattered_sums(self._communicator, mine, signature.name)
+        for own in sums:
+            finish_reduction_(own, signature.op, batch.givers, signature.postscale)
+        _hand_out(batch.units, sums, results)
         return lambda: None
 
 

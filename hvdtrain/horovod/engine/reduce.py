@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -64,14 +64,14 @@ def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name:
         return start_reduce_(communicator, torch.view_as_real(flat).view(-1), op, name)
     if flat.dtype == torch.bool:
         return start_reduce_(communicator, flat.view(torch.uint8), "max" if op in ("sum", "max") else "min", name)
-    if _is_for_engine(communicator, flat, op):
+    if is_for_engine(communicator, flat, op):
         handle = communicator.start_allreduce(flat, name, op)  # type: ignore[arg-type]  # one of sum, min, max here
         return lambda: _take(flat, handle.wait())
     reduce_ = _reduce_in_order_ if flat.device.type == "cpu" else _reduce_gathered_
     return lambda: reduce_(communicator, flat, op, name)
 
 
-def _is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
+def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
     """Whether the engine reduces it, in an order of its own, which the size of the buffer decides.
 
     Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are small enough for the blocks of a round,
@@ -83,6 +83,27 @@ def _is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> b
     if flat.device.type != "cpu" or not flat.is_floating_point():
         return True
     return op == "sum" and (flat.nbytes > INLINE_BYTES or communicator.size == 2 or communicator.size > INLINE_RANKS)
+
+
+def scattered_sums(communicator: Communicator, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """This rank's rows of each tensor's sum over ranks, by reduce-scatters of the engine: one for all whose rows split evenly.
+
+    tensors: of one dtype, contiguous, of at least one dimension; they may be overwritten. The first ranks have a row more of the others.
+    """
+    size = communicator.size
+    rows = [tensor.view(size, tensor.numel() // size) for tensor in tensors if len(tensor) % size == 0]
+    parts: Iterator[torch.Tensor] = iter(())
+    if rows:
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        parts = iter(communicator.start_reduce_scatter(joined, name).wait().split([row.shape[1] for row in rows], dim=1))
+    sums = []
+    for tensor in tensors:
+        if len(tensor) % size == 0:
+            own = next(parts).reshape(len(tensor) // size, *tensor.shape[1:])
+        else:
+            own = communicator.start_reduce_scatter(tensor, name).wait()
+        sums.append(own.clone())  # memory of its own: the engine may have made it a view of the whole
+    return sums
 
 
 def _take(flat: torch.Tensor, found: torch.Tensor) -> None:

@@ -41,7 +41,10 @@ class Signature(NamedTuple):
 class Request:
     """A collective that was asked for, with its result or error once it is done."""
 
-    __slots__ = ("bucket", "done", "error", "inputs", "is_stand_in", "key", "outputs", "polled_s", "result", "signature", "splits")
+    __slots__ = (
+        *("asked", "bucket", "done", "error", "inputs", "is_stand_in", "key", "made"),
+        *("outputs", "polled_s", "result", "signature", "splits"),
+    )
 
     def __init__(
         self, signature: Signature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = (), splits: Sequence[int] = ()
@@ -55,12 +58,16 @@ class Request:
         self.bucket = 0  # requests of one bucket may be fused
         self.is_stand_in = False  # of a rank that has joined: its tensors leave the results to the others
         self.polled_s: float | None = None  # time.monotonic() of the first poll()
+        self.asked: Sequence[Any] = ()  # events of streams of GPUs: the inputs are there behind them
+        self.made: Sequence[Any] = ()  # the same, of the results
         self.done = False
         self.result: Any = None  # a list: of each tensor
         self.error: BaseException | None = None
 
-    def finish(self, result: Any) -> None:
-        self.result, self.done = result, True
+    def finish(self, result: Any, made: Sequence[Any] = ()) -> None:
+        """made: events of streams, behind which tensors of the result that are on a GPU are there."""
+        self.result, self.made = result, made
+        self.done = True  # last: another thread may look
 
     def fail(self, error: BaseException) -> None:
         self.error, self.done = error, True
