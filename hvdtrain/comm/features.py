@@ -14,7 +14,8 @@ Feature = Literal[
 
 MEANINGS: dict[Feature, str] = {
     "several_ranks": "connects two processes or more",
-    "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for each collective",
+    "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for each collective. mpi has it where a rank "
+    "computes on a GPU",
     "nccl": "reduces tensors in GPU memory by NCCL, which refuses two ranks on one GPU",
     "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller goes on; without it the caller waits",
     "bfloat16_sums": "allreduce and start_reduce_scatter sum bfloat16",

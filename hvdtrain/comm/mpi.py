@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.device_memory import DeviceArray, Way, Wish, ask, choose, gpu_kind
 from hvdtrain.comm.exchange.mpi import MpiExchange
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.half_sums import HALF_TYPES, sum_function
@@ -27,6 +28,10 @@ from hvdtrain.comm.split import split_groups
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:  # torch
+    from hvdtrain.comm.cuda import Cuda
+    from hvdtrain.comm.staging import Ways
 
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
@@ -122,6 +127,17 @@ def abort_world(code: int) -> None:
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
+Sent = Any  # an array of numpy, or a DeviceArray, which does here what an array does
+Collective = Callable[[Any, Buffer], Buffer]  # of an MPI communicator and a buffer
+
+
+class Device(NamedTuple):
+    """How tensors on GPUs are taken."""
+
+    gpus: Cuda | None  # None: this rank computes on a CPU
+    way: Way
+
+
 _HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
 
 
@@ -146,52 +162,62 @@ class MpiCommunicator:
         self._groups: list[MpiCommunicator] = []  # of split()
         self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
+        self._device: Device | None = None  # what use_gpus() has found, for the groups of split()
+        self._ways: Ways | None = None  # of tensors on this rank's GPU
+        self.notes: tuple[str, ...] = ()  # lines for the user
         # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
-            self._comm_thread, self._thread_comm = CommThread(), ranks.Dup()
-            self.features |= {"asynchronous"}
+            self._start_thread(ranks)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self._reduce(self._comm, self._reduction(x, name, op))
+        return self._make(self._checked(x, "allreduce", name), lambda comm, x: self._reduce(comm, self._reduction(x, op)), reduces=True)
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        reduction = self._reduction(x, name, op)
-        return self._start(lambda comm: self._reduce(comm, reduction))
+        return self._start(self._checked(x, "allreduce", name), lambda comm, x: self._reduce(comm, self._reduction(x, op)), reduces=True)
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        x = writable(self._checked(x, "broadcast", name))
-        bits = _as_unsigned(x).reshape(-1)
-        return self._start(lambda comm: self._broadcast(comm, x, bits, root))
+        needed = slice(None) if root == self.rank else slice(0)
+        return self._start(writable(self._checked(x, "broadcast", name)), lambda comm, x: self._broadcast(comm, x, root), needed)
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        reduction = self._reduction(x, name, "sum")
-        return self._start(lambda comm: self._reduce_to(comm, reduction, root))
+        x = self._checked(x, "allreduce", name)
+        return self._start(x, lambda comm, x: self._reduce_to(comm, self._reduction(x, "sum"), root), reduces=True)
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        reduction = self._reduction(x, name, "sum", "start_reduce_scatter")
-        return self._start(lambda comm: self._reduce_to_owners(comm, reduction))
+        x = self._checked(x, "start_reduce_scatter", name)
+        return self._start(x, lambda comm, x: self._reduce_to_owners(comm, self._reduction(x, "sum")), reduces=True)
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
-        bits = _as_unsigned(self._checked(x, "allgather", name))
-        return self._start(lambda comm: self._spread(comm, x, bits))
+        needed = part_of(len(x), self.rank, self.size) if x.ndim else slice(None)
+        return self._start(self._checked(x, "allgather", name), self._spread, needed)
 
-    def _start(self, collective: Callable[[Any], Buffer]) -> Handle:
-        """Makes a collective of an MPI communicator: on a thread where there is one, else before it returns."""
+    def _start(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Handle:
+        """Makes a collective on a thread where there is one, else before it returns. needed: the rows that this rank gives to it."""
         if self._comm_thread is None:
-            return CompletedHandle(collective(self._comm))
+            return CompletedHandle(self._make(x, collective, needed, reduces=reduces))
         comm = self._thread_comm
-        return self._comm_thread.start(lambda: collective(comm))
+        if self._ways is None or not self._ways.takes(x):
+            return self._comm_thread.start(lambda: collective(comm, x))
+        way = self._ways.begin(x, needed, reduces=reduces)
+        return Finished(self._comm_thread.start(lambda: way.run(lambda found: collective(comm, found))), way.finish)
+
+    def _make(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Buffer:
+        """Makes it before it returns."""
+        if self._ways is None or not self._ways.takes(x):
+            return collective(self._comm, x)
+        way = self._ways.begin(x, needed, reduces=reduces)
+        return way.finish(way.run(lambda found: collective(self._comm, found)))
 
     def _reduce(self, comm: Any, reduction: Reduction) -> Buffer:
         for piece in _pieces(reduction.operand.reshape(-1)):
-            comm.Allreduce(self._mpi.IN_PLACE, piece, reduction.op)
+            comm.Allreduce(self._mpi.IN_PLACE, self._message(piece), reduction.op)
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def _reduce_to_owners(self, comm: Any, reduction: Reduction) -> Buffer:
         """A large one goes to each rank in turn, in pieces: in one call it takes up to 6 times as long."""
         operand, own = reduction.operand, part_of(len(reduction.operand), self.rank, self.size)
         if operand.nbytes <= ONE_CALL_BYTES:
-            comm.Reduce_scatter(self._mpi.IN_PLACE, operand.reshape(-1), self._counts(operand), reduction.op)
+            comm.Reduce_scatter(self._mpi.IN_PLACE, self._message(operand.reshape(-1)), self._counts(operand), reduction.op)
             own = slice(own.stop - own.start)  # MPI writes this rank's part to the beginning
         else:
             for owner in range(self.size):
@@ -199,7 +225,7 @@ class MpiCommunicator:
                 self._reduce_pieces(comm, part.reshape(-1), reduction.op, owner)
         return _cast_back(reduction.x[own], reduction.array[own], operand[own])
 
-    def _counts(self, array: np.ndarray) -> list[int]:
+    def _counts(self, array: Sent) -> list[int]:
         """Elements of each rank's part."""
         return [array[part_of(len(array), rank, self.size)].size for rank in range(self.size)]
 
@@ -207,57 +233,75 @@ class MpiCommunicator:
         self._reduce_pieces(comm, reduction.operand.reshape(-1), reduction.op, root)
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
-    def _reduce_pieces(self, comm: Any, flat: np.ndarray, op: Any, root: int) -> None:
+    def _reduce_pieces(self, comm: Any, flat: Sent, op: Any, root: int) -> None:
         for piece in _pieces(flat):
             if root == self.rank:
-                comm.Reduce(self._mpi.IN_PLACE, piece, op, root)
+                comm.Reduce(self._mpi.IN_PLACE, self._message(piece), op, root)
             else:
-                comm.Reduce(piece, None, op, root)
+                comm.Reduce(self._message(piece), None, op, root)
 
-    def _broadcast(self, comm: Any, x: Buffer, bits: np.ndarray, root: int) -> Buffer:
-        for piece in _pieces(bits):
-            comm.Bcast(piece, root)
+    def _broadcast(self, comm: Any, x: Buffer, root: int) -> Buffer:
+        self._broadcast_pieces(comm, _as_unsigned(x).reshape(-1), root)
         return x
 
-    def _spread(self, comm: Any, x: Buffer, bits: np.ndarray) -> Buffer:
+    def _broadcast_pieces(self, comm: Any, flat: Sent, root: int) -> None:
+        for piece in _pieces(flat):
+            comm.Bcast(self._message(piece), root)
+
+    def _spread(self, comm: Any, x: Buffer) -> Buffer:
+        bits = _as_unsigned(x)
         if bits.size <= MOST_COUNT:
-            comm.Allgatherv(self._mpi.IN_PLACE, [bits.reshape(-1), self._counts(bits)])
+            comm.Allgatherv(self._mpi.IN_PLACE, self._message(bits.reshape(-1), self._counts(bits)))
             return x
         for owner in range(self.size):
-            self._broadcast(comm, x, bits[part_of(len(bits), owner, self.size)].reshape(-1), owner)
+            self._broadcast_pieces(comm, bits[part_of(len(bits), owner, self.size)].reshape(-1), owner)
         return x
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        x = writable(self._checked(x, "broadcast", name))
-        return self._broadcast(self._comm, x, _as_unsigned(x).reshape(-1), root)
+        needed = slice(None) if root == self.rank else slice(0)
+        return self._make(writable(self._checked(x, "broadcast", name)), lambda comm, x: self._broadcast(comm, x, root), needed)
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        operand = _without_float16(_as_array(self._checked(x, "reduce_scatter", name)))
+        return self._make(self._checked(x, "reduce_scatter", name), self._sum_rows, reduces=True)
+
+    def _sum_rows(self, comm: Any, x: Buffer) -> Buffer:
+        operand = _without_float16(_as_array(x))
         parts = [operand[part_of(len(operand), rank, self.size)] for rank in range(self.size)]
-        part = _empty_like(x, len(parts[self.rank]))
-        summed = np.empty(part.shape, operand.dtype)
+        summed = _empty_like(operand, len(parts[self.rank]))
         if operand.size <= MOST_COUNT:
-            self._comm.Reduce_scatter(operand, summed, [one.size for one in parts], self._mpi.SUM)
+            comm.Reduce_scatter(self._message(operand), self._message(summed), [one.size for one in parts], self._mpi.SUM)
         else:
             for owner, one in enumerate(parts):
                 sums = _pieces(summed.reshape(-1)) if owner == self.rank else itertools.repeat(None)
                 for piece, into in zip(_pieces(one.reshape(-1)), sums, strict=False):
-                    self._comm.Reduce(piece, into, self._mpi.SUM, owner)
+                    comm.Reduce(self._message(piece), None if into is None else self._message(into), self._mpi.SUM, owner)
+        if isinstance(summed, DeviceArray):
+            return summed
+        part = _empty_like(x, len(summed))
         return _cast_back(part, _as_array(part), summed)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        bits = _as_unsigned(self._checked(x, "allgather", name))
-        rows = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([len(bits)]), rows)
+        return self._make(self._checked(x, "allgather", name), self._gather)
+
+    def _gather(self, comm: Any, x: Buffer) -> Buffer:
+        bits, rows = _as_unsigned(x), np.empty(self.size, np.int64)
+        comm.Allgather(np.array([len(bits)]), rows)
         gathered, ends = _empty_like(x, int(rows.sum())), rows.cumsum()
         into, per_row = _as_unsigned(gathered), math.prod(bits.shape[1:])
         if into.size <= MOST_COUNT:
-            self._comm.Allgatherv(bits, [into, [int(n) * per_row for n in rows]])
+            comm.Allgatherv(self._message(bits.reshape(-1)), self._message(into.reshape(-1), [int(n) * per_row for n in rows]))
             return gathered
         into[ends[self.rank] - len(bits) : ends[self.rank]] = bits
         for owner, end in enumerate(ends):
-            self._broadcast(self._comm, gathered, into[end - rows[owner] : end].reshape(-1), owner)
+            self._broadcast_pieces(comm, into[end - rows[owner] : end].reshape(-1), owner)
         return gathered
+
+    def _message(self, array: Sent, counts: list[int] | None = None) -> Any:
+        """As mpi4py takes it. counts: elements of each rank's part."""
+        if isinstance(array, DeviceArray):
+            buffer, count, kind = array.message(self._mpi)
+            return [buffer, count if counts is None else counts, kind]
+        return array if counts is None else [array, counts]
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
@@ -295,6 +339,8 @@ class MpiCommunicator:
             return None
         group = MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
         ranks.Free()  # the group has its own
+        if self._device is not None:
+            group._take_devices(self._device)
         self._groups.append(group)
         return group
 
@@ -381,13 +427,13 @@ class MpiCommunicator:
     def _checked(self, x: Buffer, collective: str, name: str) -> Buffer:
         check_buffer(self, x, collective, name)
         device = str(getattr(x, "device", "cpu"))
-        if device != "cpu":
+        if device != "cpu" and (self._ways is None or collective in ("send", "recv")):
             where = f"comm.engine=mpi, {collective} {name!r}"
             raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
         return x
 
-    def _reduction(self, x: Buffer, name: str, op: Op, collective: str = "allreduce") -> Reduction:
-        x = writable(self._checked(x, collective, name))
+    def _reduction(self, x: Buffer, op: Op) -> Reduction:
+        x = writable(x)
         dtype = str(x.dtype).removeprefix("torch.")
         if op == "sum" and dtype in HALF_TYPES:
             if dtype not in _HALF_SUMS:
@@ -396,6 +442,46 @@ class MpiCommunicator:
             return Reduction(x, bits, bits, _HALF_SUMS[dtype])
         array = _as_array(x)
         return Reduction(x, array, _without_float16(array), self._ops[op])
+
+    def use_gpus(self, gpus: Cuda | None, wish: Wish, where: str) -> None:
+        """Collectives, but for messages, take tensors on GPUs from now on where a rank has one. A collective.
+
+        gpus: None where this rank computes on a CPU. wish, where: comm.device_memory, and where it was set. Raises UserError on every
+        rank where it cannot be.
+        """
+        answer = None
+        if gpus is not None:
+            answer = ask(ctypes.CDLL(self._mpi.__file__), self._mpi.Get_library_version(), os.environ, gpu_kind())
+        choice = choose(self, answer, wish, where)
+        self.notes = (choice.note,) if choice.note else ()
+        if choice.way is not None:
+            for each in (self, *self._groups):
+                each._take_devices(Device(gpus, choice.way))
+
+    def _take_devices(self, device: Device) -> None:
+        """With a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on CPUs make the same collectives."""
+        self._device = device
+        if device.gpus is not None:
+            from hvdtrain.comm.staging import Ways  # torch, which a job without GPUs may not have
+
+            self._ways = Ways(device.gpus, device.way)
+        self.features |= {"device_memory"}
+        if self._comm_thread is None and self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE:
+            self._start_thread(self._comm)
+
+    def _start_thread(self, ranks: Any) -> None:
+        self._comm_thread, self._thread_comm = CommThread(), ranks.Dup()
+        self.features |= {"asynchronous"}
+
+
+class Finished:
+    """A Handle of a collective of the thread, whose result the thread that waits still has to receive."""
+
+    def __init__(self, under_way: Handle, finish: Callable[[Any], Buffer]) -> None:
+        self._under_way, self._finish = under_way, finish
+
+    def wait(self) -> Buffer:
+        return self._finish(self._under_way.wait())
 
 
 class PendingMessage:
@@ -414,24 +500,26 @@ class Reduction(NamedTuple):
     """An allreduce to be made."""
 
     x: Buffer  # as the caller gave it, or a copy where that is read-only
-    array: np.ndarray  # a view of x
-    operand: np.ndarray  # the view, or a copy in a type that MPI has
+    array: Sent  # a view of x
+    operand: Sent  # the view, or a copy in a type that MPI has
     op: Any  # the MPI operation
 
 
-def _pieces(flat: np.ndarray) -> Iterator[np.ndarray]:
+def _pieces(flat: Sent) -> Iterator[Sent]:
     """Views that stay in the cache; MPI_Iallreduce of all at once takes 3 times as long."""
     step = max(1, PIECE_BYTES // flat.itemsize)
     return (flat[start : start + step] for start in range(0, len(flat), step))
 
 
-def _as_array(x: Buffer) -> np.ndarray:
+def _as_array(x: Buffer) -> Sent:
     """A view of x."""
     return x.detach().numpy() if hasattr(x, "detach") else x
 
 
-def _as_unsigned(x: Buffer) -> np.ndarray:
+def _as_unsigned(x: Buffer) -> Sent:
     """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI has no float16 and numpy no bfloat16."""
+    if isinstance(x, DeviceArray):
+        return x.as_unsigned()
     array = _as_array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)
     return array.view(f"u{array.itemsize}")
 
@@ -439,15 +527,17 @@ def _as_unsigned(x: Buffer) -> np.ndarray:
 def _empty_like(x: Buffer, rows: int) -> Buffer:
     """Uninitialized, of x's type, with another length of axis 0."""
     shape = (rows, *x.shape[1:])
+    if isinstance(x, DeviceArray):
+        return x.empty(*shape)
     return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, x.dtype)
 
 
-def _without_float16(array: np.ndarray) -> np.ndarray:
+def _without_float16(array: Sent) -> Sent:
     """The array, as float32 where it is float16."""
-    return array.astype(np.float32) if array.dtype == np.float16 else array
+    return array.astype(np.float32) if isinstance(array, np.ndarray) and array.dtype == np.float16 else array
 
 
-def _cast_back(x: Buffer, array: np.ndarray, operand: np.ndarray) -> Buffer:
+def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
     """x, whose view `array` takes the numbers of `operand`."""
     if operand is not array:
         with np.errstate(over="ignore"):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it

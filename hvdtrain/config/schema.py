@@ -414,6 +414,12 @@ class CommConfig(Section):
         "bucket: in hvdtrain's buckets, overlapped with backward where the engine is asynchronous; "
         "auto: distributed_optimizer with horovod where it can, else bucket",
     )
+    device_memory: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="how comm.engine=mpi takes tensors on GPUs: device: MPI gets them as they are; host: MPI gets copies in page-locked "
+        "host memory, which are made while the GPU computes; auto: device where MPI says on every rank that it takes them, else host. The "
+        "header says which, and why",
+    )
     bucket_mb: float = Field(default=4.0, ge=2**-10, le=2**14, description="size of a gradient bucket in MiB")
     compression: Literal["none", "fp16", "bf16"] = Field(
         default="none",

@@ -388,7 +388,8 @@ class Context:
 
     def _start_event(self, stream: SampleStream) -> None:
         fields = own_events.start_fields(self._communicator, self._hosts, self._learner.describe(), stream)
-        lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, self._notes)
+        notes = [*self._notes, *getattr(self._communicator, "notes", ())]
+        lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, notes)
         self._log.emit("start", self.step, lines=lines, **fields, seconds=round(self._points.now.seconds, 3), run=f"{self.run}")
 
     def _need(self, where: str) -> None:

@@ -13,7 +13,7 @@ WHERE = "hvdtrain.init()"
 KEYS = (
     *("run", "resume", "seed"),
     *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune")),
-    *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb")),
+    *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
     *("optim.clip_norm", "optim.clip_value"),
     *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),

@@ -465,6 +465,18 @@ def horovod_settings(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(f"comm.{name}"), f"leave comm.{name} out, or comm.engine=horovod")
 
 
+def device_memory(job: PlannedJob) -> Iterator[UserError]:
+    """comm.device_memory is of collectives of MPI, where a rank computes on a GPU."""
+    wish, key = job.config.comm.device_memory, "comm.device_memory"
+    if wish == "auto":
+        return
+    if "plain_mpi" not in job.features:
+        what = f"{key}={wish} is of the mpi engine; this is the {job.engine} engine"
+        yield UserError(what, job.where(key), f"leave {key} out, or comm.engine=mpi")
+    if job.config.speed.device == "cpu":
+        yield UserError(f"{key}={wish} is of tensors on GPUs; this is speed.device=cpu", job.where(key), f"leave {key} out")
+
+
 def learning_rate(job: PlannedJob) -> Iterator[UserError]:
     """A class of torch.optim has an option lr; the recipe sets it."""
     if "lr" in job.config.optim.options:
@@ -669,6 +681,7 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     servers,
     tune,
     horovod_settings,
+    device_memory,
     learning_rate,
     noise_scale,
     samples,
@@ -695,6 +708,7 @@ _NOT_TORCH: dict[str, tuple[Any, ...]] = {
     "speed.deterministic": (False,),
     "data.resident": (None, False),
     "comm.compression": ("none",),
+    "comm.device_memory": ("auto",),
     "comm.op": ("mean",),
     "comm.local_steps": (1,),
     "comm.tune": (False,),

@@ -90,7 +90,8 @@ def train_job(
         hosts = communicator.allgather_object(socket.gethostname())
         Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")
     memory.begin(learner, start.weights, communicator.rank)
-    start = start._replace(notes=[*start.notes, *notes(config, datasets), *getattr(learner, "notes", ())])
+    found = [*notes(config, datasets), *getattr(communicator, "notes", ()), *getattr(learner, "notes", ())]
+    start = start._replace(notes=[*start.notes, *found])
     log = open_log(config, communicator, start, lock)
     record_config = None if start.config_is_written else lambda: write_config(config, start.run, lock)
     job = make_job(

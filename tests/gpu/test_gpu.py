@@ -58,6 +58,17 @@ def test_nccl_refuses_two_ranks_on_one_gpu_and_the_error_says_what_to_do(tmp_pat
     assert "ranks 0, 1 on" in result.stderr and "train on one GPU" in result.stderr and "comm.engine=mpi" in result.stderr
 
 
+def test_mpi_reduces_what_the_gpu_fills_later_while_the_host_goes_on() -> None:
+    for notes, went_on, wrong in on_ranks("mpi", 2, "device_memory_on_ranks:on_gpu", env=GPU):
+        assert len(notes) == 1 and notes[0].startswith("GPU tensors ") and went_on and not wrong, (notes, wrong)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_header_says_how_mpi_takes_tensors_and_host_memory_can_be_asked_for(tmp_path: Path, stage: int) -> None:
+    out = train(tmp_path / "run", 2, "comm.engine=mpi", "comm.device_memory=host", f"shard.stage={stage}", "speed.precision=bf16")
+    assert "GPU tensors go through page-locked host memory: comm.device_memory=host" in out and "on cuda:0" in out
+
+
 def test_parts_are_reduced_and_gathered_by_nccl() -> None:
     assert on_ranks("torchdist", 1, "one_call_on_ranks:on_gpu", env=GPU) == [True]
 

@@ -76,6 +76,8 @@ OF_ONE_PROCESS = [
      "leave comm.fusion_mb out, or comm.engine=horovod"),
     ("comm.hierarchical=true", "comm.hierarchical is a setting of Horovod; this is the single engine", "comm.hierarchical",
      "leave comm.hierarchical out, or comm.engine=horovod"),
+    ("comm.device_memory=device", "comm.device_memory=device is of the mpi engine; this is the single engine", "comm.device_memory",
+     "leave comm.device_memory out, or comm.engine=mpi"),
     ("comm.address=n1", "'n1' is not HOST:PORT", "comm.address", "comm.address=n1:29500"),
     ("log.samples=8", "log.samples=8 draws tokens; the job has task.name=classification", "log.samples",
      "task.name=language, or leave it out"),
@@ -353,7 +355,14 @@ def test_train_check_and_plan_give_the_same_message(
     "word",
     [
         *("speed.precision=bf16", "speed.precision=fp16", "speed.compile=default", "speed.channels_last=false", "data.resident=true"),
-        *("comm.compression=fp16", "comm.local_steps=10", "comm.tune=true", "comm.reduce=bucket", "norm.kind=ghost"),
+        *(
+            "comm.compression=fp16",
+            "comm.local_steps=10",
+            "comm.device_memory=host",
+            "comm.tune=true",
+            "comm.reduce=bucket",
+            "norm.kind=ghost",
+        ),
         "model.classifier_std=0.01",
     ],
 )
@@ -376,6 +385,7 @@ def test_only_torch_has_these_options(framework: str, word: str) -> None:
         ("framework=numpy model.name=linear speed.precision=auto", "mpi", 2),
         ("log.noise_scale=true", "mpi", 2),
         ("comm.tune=true", "mpi", 64),
+        ("comm.device_memory=host", "mpi", 2),
         ("norm.kind=sync batch.size=64 batch.micro=32", "mpi", 2),
         ("shard.stage=2 log.noise_scale=true", "mpi", 2),
         ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),

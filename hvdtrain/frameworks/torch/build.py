@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.cuda import Cuda
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.config.schema import Config
@@ -63,6 +64,9 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
         torch.set_num_threads(threads)
     device = pick_device(config, communicator)
     check_shared(device, communicator, config.where("speed.device"))
+    if "plain_mpi" in communicator.features:
+        gpus = Cuda() if device.type == "cuda" else None
+        cast(Any, communicator).use_gpus(gpus, config.comm.device_memory, config.where("comm.device_memory"))
     if device.type == "cpu":
         allocator.return_large() if config.shard.stage == 3 else allocator.keep()
     return device

@@ -1,0 +1,163 @@
+"""comm.device_memory: whether MPI gets a tensor in a GPU's memory as it is, or a copy of it in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.placement import library_name
+from hvdtrain.errors import UserError
+
+Wish = Literal["auto", "host", "device"]  # of comm.device_memory
+Way = Literal["host", "device"]
+GpuKind = Literal["cuda", "rocm"]
+
+
+class _Switch(NamedTuple):
+    """Of a library that takes GPU memory only where a variable says so, whatever it was built for."""
+
+    variables: tuple[str, ...]
+    is_enough: bool  # the library ends at its start where it cannot do what the variable says
+
+
+_SWITCHES: dict[tuple[str, GpuKind], _Switch] = {
+    ("CRAY MPICH", "cuda"): _Switch(("MPICH_GPU_SUPPORT_ENABLED",), True),
+    ("CRAY MPICH", "rocm"): _Switch(("MPICH_GPU_SUPPORT_ENABLED",), True),
+    ("MVAPICH", "cuda"): _Switch(("MV2_USE_CUDA", "MVP_USE_CUDA"), False),
+}
+_QUERIES: dict[GpuKind, tuple[str, ...]] = {
+    "cuda": ("MPIX_Query_cuda_support",),  # Open MPI, MPICH
+    "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),  # Open MPI; MPICH
+}
+_MPICH_TYPES: dict[GpuKind, int] = {"cuda": 0, "rocm": 2}  # MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
+_NO, _UNKNOWN, _YES = range(3)
+
+
+class Answer(NamedTuple):
+    """What an MPI library says of GPU memory."""
+
+    takes_it: bool | None  # None: it does not say
+    how: str  # "MPIX_Query_cuda_support() of Open MPI v5.0.11 says no"
+
+
+def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: GpuKind) -> Answer:
+    """Asks an MPI library that has started. library: where its functions are found; version: what MPI_Get_library_version() gives."""
+    name = library_name(version)
+    switch = next((found for (start, of), found in _SWITCHES.items() if start in name.upper() and of == kind), None)
+    is_set = next((f"{one}={environ[one]}" for one in (switch.variables if switch else ()) if environ.get(one, "0") not in ("", "0")), "")
+    if switch and (switch.is_enough or not is_set):
+        return Answer(bool(is_set), f"{name} with {is_set}" if is_set else f"{name} without {switch.variables[-1]}=1")
+    for function in _QUERIES[kind]:
+        if hasattr(library, function):
+            takes_it = bool(getattr(library, function)())
+            return Answer(takes_it, f"{function}() of {name} says {'yes' if takes_it else 'no'}")
+    if hasattr(library, "MPIX_GPU_query_support"):
+        found = ctypes.c_int()
+        failed = library.MPIX_GPU_query_support(ctypes.c_int(_MPICH_TYPES[kind]), ctypes.byref(found))
+        takes_it = not failed and bool(found.value)
+        return Answer(takes_it, f"MPIX_GPU_query_support() of {name} says {'yes' if takes_it else 'no'}")
+    if is_set:
+        return Answer(True, f"{name} with {is_set}")
+    return Answer(None, f"{name} does not say whether it takes GPU memory")
+
+
+class Choice(NamedTuple):
+    """The same on all ranks."""
+
+    way: Way | None  # None: no rank computes on a GPU
+    note: str  # a line for the user; empty where there is nothing to say
+
+
+def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where: str) -> Choice:
+    """How collectives take tensors on GPUs. A collective. answer: of this rank's library, None where it computes on a CPU.
+
+    Raises UserError, on every rank, where comm.device_memory=device cannot be.
+    """
+    code = _YES if answer is None or answer.takes_it else _UNKNOWN if answer.takes_it is None else _NO
+    least = communicator.allreduce(np.array([answer is not None, -(answer is not None), code]), "device memory", "min")
+    all_on_gpus, any_on_gpu, least_code = bool(least[0]), bool(least[1]), int(least[2])
+    how = answer.how if answer and code == least_code else f"{'the MPI of ' * (least_code < _YES)}another rank"
+    if not any_on_gpu:
+        return Choice(None, f"comm.device_memory={wish} does nothing: no rank computes on a GPU" if wish != "auto" else "")
+    if wish == "device" and (least_code == _NO or not all_on_gpus):
+        what = how if all_on_gpus else "a rank computes on a CPU, so that MPI would get memory of both kinds in one collective"
+        raise UserError(f"comm.device_memory=device: {what}", where, "comm.device_memory=host, or an MPI that is built for these GPUs")
+    if wish == "device" or (wish == "auto" and all_on_gpus and least_code == _YES):
+        return Choice(
+            "device", f"GPU tensors are handed to MPI as they are: {how if least_code == _YES else f'comm.device_memory=device; {how}'}"
+        )
+    why = "comm.device_memory=host" if wish == "host" else how if all_on_gpus else "a rank computes on a CPU"
+    return Choice("host", f"GPU tensors go through page-locked host memory: {why}")
+
+
+class DeviceArray:
+    """A contiguous tensor in a GPU's memory, in the place of the numpy array that is sent of one in host memory.
+
+    What slices an array, counts its elements and hands it to mpi4py does the same with this.
+    """
+
+    def __init__(self, tensor: Any, settle: Callable[[], None], type_name: str = "") -> None:
+        """settle: waits until this thread's present stream has done what it was given. type_name: as numpy's; default: the tensor's."""
+        self.tensor, self._settle = tensor, settle
+        self.type_name = type_name or str(tensor.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.tensor.dtype
+
+    @property
+    def size(self) -> int:
+        return int(self.tensor.numel())
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.tensor.element_size())
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        return self._like(self.tensor[part])
+
+    def __setitem__(self, part: slice, other: DeviceArray) -> None:
+        self.tensor[part].copy_(other.tensor)
+        self._settle()
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        return self._like(self.tensor.view(*shape))
+
+    def as_unsigned(self) -> DeviceArray:
+        """The same memory, for collectives that only move it."""
+        return DeviceArray(self.tensor, self._settle, f"uint{8 * self.itemsize}")
+
+    def empty(self, *shape: int) -> DeviceArray:
+        """Of the same type."""
+        return self._like(self.tensor.new_empty(shape))
+
+    def _like(self, tensor: Any) -> DeviceArray:
+        return DeviceArray(tensor, self._settle, self.type_name)
+
+    def message(self, mpi: Any) -> list[Any]:
+        """For mpi4py, of one dimension: it passes the address on, and does not look at the memory."""
+        types = {"float32": mpi.FLOAT, "float64": mpi.DOUBLE}
+        types |= {f"{sign}int{bits}": getattr(mpi, f"{sign.upper()}INT{bits}_T") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+        buffer = mpi.buffer.fromaddress(self.tensor.data_ptr(), self.nbytes)
+        return [buffer, self.size, types[self.type_name]]
+
+
+def gpu_kind() -> GpuKind:
+    """Of the torch that is imported."""
+    return "rocm" if sys.modules["torch"].version.hip else "cuda"

@@ -1,0 +1,89 @@
+"""A stand-in for a GPU, whose work is done as late as it may be: once something waits for it. Its tensors are in host memory.
+
+A copy or a collective that does not wait for what fills its tensor gets other numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hvdtrain.comm.cuda import Cuda, Stream
+
+HOST = torch.device("cpu")
+
+
+class LateStream:
+    """A queue of work."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+        self._work: list[Callable[[], object]] = []
+
+    def give(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def record_event(self) -> LateEvent:
+        return LateEvent(self, len(self._work))
+
+    def wait_event(self, event: LateEvent) -> None:
+        """What this stream gets from now on is done at once, so the other one's work is done now."""
+        self._log.append(f"{self.name} waits for {event.stream.name}")
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class LateEvent:
+    """A place in the queue of a stream."""
+
+    device = HOST
+
+    def __init__(self, stream: LateStream, place: int) -> None:
+        self.stream, self._place = stream, place
+
+    def synchronize(self) -> None:
+        for index, work in enumerate(self.stream._work[: self._place]):
+            self.stream._work[index] = lambda: None
+            work()
+
+
+class LateGpu(Cuda):
+    """Each thread has a present stream of its own. What each stream waits for, and which tensors it keeps, is in `log`."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._of_thread = threading.local()
+        self._made = 0
+
+    def present(self, device: torch.device) -> Stream:
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = LateStream(f"stream of {threading.current_thread().name}", self.log)
+        return self._of_thread.stream
+
+    def new(self, device: torch.device) -> Stream:
+        self._made += 1
+        return LateStream(f"side stream {self._made}", self.log)
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self._of_thread.stream = self.present(HOST), stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+    def mark(self, stream: Stream) -> LateEvent:
+        return stream.record_event()
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.log.append(f"{stream.name} keeps {tuple(tensor.shape)}")
+
+    def locked(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.full(like.shape, 77, device="cpu").to(like.dtype)  # any numbers
