@@ -49,7 +49,8 @@ class Meter:
     def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
         """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples; the shards have the global batch's mean by now."""
         self._is_last_pass = False
-        global_square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
+        square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
+        global_square = square.to(self._local_square.device)  # with shard.offload it is in host memory
         return noise_scale_sums(self._local_square, global_square, count, hyper.batch, self._world.size)
 
     def _add(self, p: torch.Tensor) -> None:
@@ -105,5 +106,6 @@ def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def zero_where(bad: torch.Tensor, sums: Sums) -> Sums:
-    """The sums as device scalars, all 0 where `bad`, () bool, is true."""
-    return {name: ((~bad).double() * value).masked_fill(bad, 0.0) for name, value in sums.items()}
+    """The sums as device scalars, all 0 where `bad`, () bool, is true: it may be of offloaded gradients, in host memory."""
+    found = {name: (~bad).double() * value for name, value in sums.items()}
+    return {name: value.masked_fill(bad.to(value.device), 0.0) for name, value in found.items()}

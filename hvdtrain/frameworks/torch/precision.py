@@ -117,7 +117,11 @@ class LossScale(Scale):
         return factor * self._scale
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
+        """Divides every p.grad by the scale: all lie on the model's device, or with shard.offload all in host memory."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            factor = (1.0 / self._scale).to(gradients[0].device)  # the host waits where the gradients were copied to it, too
+            torch._foreach_mul_(gradients, factor)
 
     def update(self, bad: torch.Tensor) -> bool:
         """Scale.update(), for which the host waits for the device here, in each step: bf16 needs none of this."""

@@ -218,9 +218,8 @@ class _Bucket(Bucket):
         part = self._handle.wait()
         if self._mesh.replicas.size > 1:
             part = self._mesh.replicas.allreduce(part, f"{self.name}.replicas")
-        part = part.to(self._sum.device)
         self._handle = None
-        self._sum = self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part)
+        self._sum = self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))
         self._sums += 1
         assert self._buffer is not None
         self._buffers.give_back(self._buffer)
