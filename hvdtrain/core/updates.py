@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MOST_STALE = 2**16 - 1  # that a record of the log of updates has bits for
+
 
 class WorkerUpdate(NamedTuple):
     """One update of the weights from one worker's gradient."""

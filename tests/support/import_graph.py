@@ -19,7 +19,7 @@ FLOORS = (  # lowest first; a module imports its own package and those of lower 
     ("core",),
     ("config",),
     ("comm", "data", "events", "optim", "recipe"),
-    ("tasks", "report", "horovod"),
+    ("tasks", "report", "horovod", "features"),
     ("frameworks",),
     ("training",),
     ("cli", "context"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
-from hvdtrain.core.updates import WorkerUpdate
+from hvdtrain.core.updates import MOST_STALE, Update
 from hvdtrain.errors import UserError
 
 NAME = "updates.bin"
@@ -19,7 +19,6 @@ VERSION = 1
 _MAGIC = b"hvdtrain"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, version, servers, workers, threads of a rank, first update
 _RECORD = np.dtype([("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")])  # ahead: ticket - number of the update
-MOST_STALE = 2**16 - 1
 MOST_BYTES = 2**32
 _MOST_THREADS = 2**16
 

@@ -1,0 +1,79 @@
+"""framework=jax and framework=numpy: what they do not have of framework=torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hvdtrain.features.job_feature import Exclusion, JobFeature, Values, as_yaml
+
+
+class Supported(NamedTuple):
+    """Values of a key that a framework has, that of a fix first; another one, as an example."""
+
+    values: tuple[Any, ...]
+    other: Any
+    words: str = ""  # that the other one needs besides
+
+
+NOT_TORCH: dict[str, Supported] = {
+    "speed.precision": Supported(("fp32", "fp64", "auto"), "bf16"),
+    "speed.compile": Supported(("none",), "default"),
+    "speed.channels_last": Supported((None,), True),
+    "speed.deterministic": Supported((False,), True),
+    "data.resident": Supported((None, False), True),
+    "comm.compression": Supported(("none",), "fp16"),
+    "comm.op": Supported(("mean",), "adasum"),
+    "comm.local_steps": Supported((1,), 2),
+    "comm.tune": Supported((False,), True),
+    "comm.reduce": Supported(("auto",), "bucket"),
+    "parallel.tensor": Supported((1,), 2),
+    "parallel.sequence": Supported((False,), True),
+    "parallel.dense": Supported(("none",), "a"),
+    "parallel.dense_updates": Supported((1,), 2),
+    "parallel.pipeline": Supported((1,), 2),
+    "servers.count": Supported((0,), 1),
+    "shard.stage": Supported((0,), 1),
+    "shard.group": Supported(("all",), "node", "shard.stage=1"),
+    "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
+    "norm.kind": Supported(("batch",), "sync"),
+    "model.classifier_std": Supported((None,), 0.01),
+    "log.samples": Supported((0,), 2, "task.name=language data.name=image_tokens"),
+}
+IN_JAX = NOT_TORCH | {"shard.stage": Supported((2, 1, 0), 3)}
+IN_NUMPY = NOT_TORCH | {
+    "shard.group": Supported(("all",), "node"),  # it has no stage
+    "shard.offload": Supported(("none",), "optimizer"),
+    "model.name": Supported(("linear",), "mlp"),
+    "model.recompute": Supported(("none",), "all"),
+    "speed.device": Supported(("auto", "cpu"), "cuda"),
+    "log.noise_scale": Supported((False,), True),
+    "profile.steps": Supported((None,), "1:2"),
+}
+
+
+def _excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
+    return tuple(_exclusion(key, row) for key, row in supported.items())
+
+
+def _exclusion(key: str, row: Supported) -> Exclusion:
+    values = Values(lambda value: value not in row.values, row.other)
+    return Exclusion(key, values, fix=f"{{key}}={as_yaml(row.values[0])}, or framework=torch", words=row.words)
+
+
+JAX = JobFeature(
+    key="framework",
+    on=lambda config: config.framework == "jax",
+    examples=("framework=jax",),
+    off="framework=torch",
+    why="it is made for framework=torch alone",
+    excludes=_excluded(IN_JAX),
+)
+NUMPY = JobFeature(
+    key="framework",
+    on=lambda config: config.framework == "numpy",
+    examples=("framework=numpy model.name=linear",),
+    off="framework=torch",
+    why="framework=numpy is the reference for linear models",
+    excludes=_excluded(IN_NUMPY),
+)
+FEATURES = (JAX, NUMPY)

@@ -1,0 +1,41 @@
+"""comm.hierarchical, comm.cycle_ms and comm.fusion_mb: settings of Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, Rule
+
+
+def _needs_horovod(key: str) -> Rule:
+    def rule(job: PlannedJob) -> Iterator[UserError]:
+        if "horovod_api" not in job.features:
+            what = f"{key} is a setting of Horovod; this is the {job.engine} engine"
+            yield UserError(what, job.where(key), f"leave {key} out, or comm.engine=horovod")
+
+    return rule
+
+
+HIERARCHICAL = JobFeature(
+    key="comm.hierarchical",
+    on=lambda config: config.comm.hierarchical,
+    examples=("comm.hierarchical=true",),
+    off="comm.hierarchical=false",
+    rules=(_needs_horovod("comm.hierarchical"),),
+)
+CYCLE = JobFeature(
+    key="comm.cycle_ms",
+    on=lambda config: config.comm.cycle_ms is not None,
+    examples=("comm.cycle_ms=1",),
+    off="comm.cycle_ms=null",
+    rules=(_needs_horovod("comm.cycle_ms"),),
+)
+FUSION = JobFeature(
+    key="comm.fusion_mb",
+    on=lambda config: config.comm.fusion_mb is not None,
+    examples=("comm.fusion_mb=1",),
+    off="comm.fusion_mb=null",
+    rules=(_needs_horovod("comm.fusion_mb"),),
+)
+FEATURES = (HIERARCHICAL, CYCLE, FUSION)

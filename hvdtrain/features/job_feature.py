@@ -1,0 +1,141 @@
+"""A feature of a job: the words that turn it on, and as data what it cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvdtrain.comm.features import Feature
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+
+
+class PlannedJob(NamedTuple):
+    """What is known of a job before anything is built."""
+
+    config: Config
+    engine: str
+    features: frozenset[Feature]  # of the engine, on every machine
+    ranks: int
+
+    def where(self, key: str) -> str:
+        """The key and where it was set."""
+        return self.config.where(key)
+
+
+Rule = Callable[[PlannedJob], Iterator[UserError]]
+When = Callable[[Config], bool]
+
+
+class Values(NamedTuple):
+    """Some values of a key."""
+
+    hold: Callable[[Any], bool]
+    example: Any  # one of them
+
+
+def among(*values: Any) -> Values:
+    return Values(lambda value: value in values, values[0])
+
+
+def above(limit: int) -> Values:
+    return Values(lambda value: value > limit, limit + 1)
+
+
+def other_than(usual: Any, example: Any) -> Values:
+    return Values(lambda value: value != usual, example)
+
+
+class Exclusion(NamedTuple):
+    """Values of a key that a feature cannot go with; what a message says of them, and what it says to do instead.
+
+    The texts are templates: {set} is the key with its value, {key} the key, {chosen} the words that turn the feature on,
+    {off} those that turn it off, {mesh} the parallel.tensor and parallel.pipeline of the job, {config} its configuration. An empty
+    text is that of the feature.
+    """
+
+    key: str
+    values: Values
+    what: str = ""
+    fix: str = ""
+    where: str = ""  # the key that a message gives the place of; empty: the excluded one
+    when: When | None = None  # None: wherever the feature is on
+    why: str = ""  # for docs/combinations.md; empty: that of the feature
+    words: str = ""  # what an example needs besides: a value that is an error by itself elsewhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFeature:
+    """Something that a configuration turns on.
+
+    Its conflicts come in this order: of values that mean nothing without it, of the rules that come first, of what it excludes, of
+    its other rules.
+    """
+
+    key: str  # that turns it on; a message calls the feature by this key and its value
+    on: When
+    examples: tuple[str, ...] = ()  # words that turn it on, in a job of classification that is large enough
+    chosen: Callable[[Config], str] | None = None  # what a message calls it instead
+    off: str | Callable[[Config], str] = ""  # the words that turn it off
+    why: str = ""  # it cannot go with what it excludes, in a few words
+    what: str = "{chosen} does not support {set}"
+    fix: str = "leave {key} out, or {off}"
+    without: tuple[Exclusion, ...] = ()  # values that mean nothing where the feature is off
+    first: tuple[Rule, ...] = ()
+    excludes: tuple[Exclusion, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def conflicts(self, job: PlannedJob) -> Iterator[UserError]:
+        """Every conflict of a job that is this feature's, in order."""
+        is_on = self.on(job.config)
+        yield from self._excluded(job, self.without, otherwise=not is_on)
+        if not is_on:
+            return
+        for rule in self.first:
+            yield from rule(job)
+        yield from self._excluded(job, self.excludes, otherwise=True)
+        for rule in self.rules:
+            yield from rule(job)
+
+    def name(self, config: Config) -> str:
+        """What a message calls the feature: shard.stage=1."""
+        return self.chosen(config) if self.chosen else as_set(config, self.key)
+
+    def _excluded(self, job: PlannedJob, rows: tuple[Exclusion, ...], otherwise: bool) -> Iterator[UserError]:
+        for row in rows:
+            holds = row.when(job.config) if row.when else otherwise
+            if holds and row.values.hold(value_of(job.config, row.key)):
+                yield self.error(row, job)
+
+    def error(self, row: Exclusion, job: PlannedJob) -> UserError:
+        """What a job is told that has the feature and an excluded value."""
+        off = self.off if isinstance(self.off, str) else self.off(job.config)
+        texts = {"key": row.key, "set": as_set(job.config, row.key), "chosen": self.name(job.config), "off": off}
+        texts["mesh"] = job.config.parallel.summary()
+
+        def text(template: str) -> str:
+            return template.format(config=job.config, **texts)
+
+        return UserError(text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix))
+
+
+def always(config: Config) -> bool:
+    """Of rules that every job has."""
+    return True
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of `shard.stage`, or of `framework`."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
+
+
+def as_yaml(value: Any) -> str:
+    """As a user writes it: true, null."""
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else f"{value}"
+
+
+def as_set(config: Config, key: str) -> str:
+    """The key and its value as a user writes them: shard.reshard=false."""
+    return f"{key}={as_yaml(value_of(config, key))}"

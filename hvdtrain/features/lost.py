@@ -1,0 +1,54 @@
+"""guard.lost: what the living ranks do without one that is lost; shrink needs its state, and a step that is the same on fewer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+
+
+def _servers_need_mpi(job: PlannedJob) -> Iterator[UserError]:
+    config = job.config
+    if config.servers.count and job.engine != "mpi":
+        what = f"guard.lost={config.guard.lost} does not go on with servers.count={config.servers.count} on the {job.engine} engine"
+        yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
+
+
+def _fewer_ranks(key: str, values: Values, instead: str = "without {key}", why: str = "") -> Exclusion:
+    return Exclusion(key, values, where="guard.lost", fix=f"guard.lost=restart, or {instead}", why=why)
+
+
+LOST = JobFeature(
+    key="guard.lost",
+    on=lambda config: config.guard.lost != "stop",
+    examples=("guard.lost=restart",),
+    off="guard.lost=stop",
+    rules=(_servers_need_mpi,),
+)
+SHRINK = JobFeature(
+    key="guard.lost",
+    on=lambda config: config.guard.lost == "shrink",
+    examples=("guard.lost=shrink",),
+    off="guard.lost=stop",
+    why="the parts of a rank that is lost cannot be divided anew",
+    what="{chosen} does not go on with {set} on fewer ranks",
+    excludes=(
+        _fewer_ranks("parallel.tensor", above(1)),
+        _fewer_ranks("parallel.pipeline", above(1)),
+        _fewer_ranks("parallel.dense", other_than("none", "a")),
+        _fewer_ranks("shard.stage", among(3), "shard.stage=2"),
+        _fewer_ranks("shard.group", among("node"), "shard.group=all"),
+        _fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"),
+        _fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
+        Exclusion(
+            "framework",
+            among("jax"),
+            what="guard.lost=shrink does not go on with {set}, whose step is compiled for a number of ranks",
+            where="guard.lost",
+            fix="guard.lost=restart, or framework=torch",
+            why="its step is compiled for a number of ranks",
+        ),
+    ),
+)
+FEATURES = (LOST, SHRINK)

@@ -1,0 +1,91 @@
+"""parallel.pipeline: ranks have the layers of one model one after the other; the order of their passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_yaml, other_than
+
+
+def _sends(job: PlannedJob) -> Iterator[UserError]:
+    if "p2p" not in job.features:
+        what = f"parallel.pipeline={job.config.parallel.pipeline} sends from one rank to another, which the {job.engine} engine does not"
+        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or comm.engine=torchdist")
+
+
+def _stages_of_rank(job: PlannedJob) -> Iterator[UserError]:
+    parallel = job.config.parallel
+    if parallel.schedule == "interleaved" and parallel.virtual == 1:
+        what = "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is 1f1b"
+        yield UserError(what, job.where("parallel.virtual"), "parallel.virtual=2, or parallel.schedule=1f1b")
+    if parallel.schedule != "interleaved" and parallel.stages_of_rank > 1:
+        what = f"parallel.schedule={parallel.schedule} has one stage on each rank, parallel.virtual={parallel.virtual} wants more"
+        yield UserError(what, job.where("parallel.virtual"), "parallel.schedule=interleaved, or leave parallel.virtual out")
+
+
+def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
+    parallel = job.config.parallel
+    stages = parallel.pipeline * parallel.stages_of_rank
+    if isinstance(parallel.balance, list) and len(parallel.balance) != stages:
+        given = len(parallel.balance)
+        what = f"parallel.balance={as_yaml(parallel.balance)} has {given} stage{'s' * (given != 1)}, the pipeline has {stages}"
+        yield UserError(what, job.where("parallel.balance"), f"{stages} numbers of units: hvdtrain plan --pipeline shows them")
+
+
+def _is_set(name: str, example: object) -> Values:
+    return other_than(ParallelConfig.model_fields[name].default, example)
+
+
+WITHOUT = tuple(
+    Exclusion(
+        f"parallel.{name}",
+        _is_set(name, example),
+        what="{set} is of a pipeline; this is parallel.pipeline=1",
+        fix="parallel.pipeline=2, or leave {key} out",
+    )
+    for name, example in {"schedule": "gpipe", "virtual": 2, "micro_batches": 4, "balance": "3,2"}.items()
+)
+
+PIPELINE = JobFeature(
+    key="parallel.pipeline",
+    on=lambda config: config.parallel.pipeline > 1,
+    examples=(
+        *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"),
+        *("parallel.pipeline=2 parallel.schedule=interleaved", "parallel.pipeline=2 parallel.schedule=zero_bubble"),
+    ),
+    off="parallel.pipeline=1",
+    why="no rank has the whole model",
+    what="{chosen} does not support {set}: no rank has the whole model",
+    without=WITHOUT,
+    first=(_sends, _stages_of_rank, _stages_of_balance),
+    excludes=(
+        Exclusion(
+            "model.recompute",
+            other_than("none", "all"),
+            what="zero_bubble goes back through each stage twice, and would compute its blocks twice: {set}",
+            fix="parallel.schedule=1f1b, or model.recompute=none",
+            when=lambda config: config.parallel.schedule == "zero_bubble",
+            words="parallel.schedule=zero_bubble",
+            why="it goes back through each stage twice, and would compute its blocks twice",
+        ),
+        Exclusion(
+            "batch.micro",
+            other_than(None, 8),
+            what="parallel.micro_batches={config.parallel.micro_batches} and {set} both say how many micro-batches a step has",
+            fix="leave one of them out",
+            when=lambda config: bool(config.parallel.micro_batches),
+            words="parallel.micro_batches=4",
+            why="both say how many micro-batches a step has",
+        ),
+        Exclusion("shard.stage", among(3), fix="shard.stage=1 or 2; or {off}"),
+        Exclusion(
+            "log.samples",
+            above(0),
+            fix="log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or {off}",
+            words="task.name=language data.name=image_tokens",
+        ),
+    ),
+)
+FEATURES = (PIPELINE,)

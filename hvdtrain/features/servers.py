@@ -1,0 +1,119 @@
+"""servers.count: some ranks have the weights and update them, the others have the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.schema import Config, ServersConfig
+from hvdtrain.core.updates import MOST_STALE
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+
+
+def _sends(job: PlannedJob) -> Iterator[UserError]:
+    if "p2p" not in job.features and "several_ranks" in job.features:
+        what = f"servers.count={job.config.servers.count} sends from one rank to another, which the {job.engine} engine does not"
+        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or comm.engine=torchdist")
+
+
+def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
+    count = job.config.servers.count
+    if count >= job.ranks:
+        what = f"servers.count={count} leaves no worker: the job has {job.ranks} rank{'s' * (job.ranks > 1)}"
+        yield UserError(what, job.where("servers.count"), f"{count + 1} ranks or more, or fewer servers")
+
+
+def _is_new_without(config: Config) -> bool:
+    """Of a job that does not go on from a run, whose config.yaml may have what it goes on without."""
+    return not config.servers.count and config.resume in ("auto", "no")
+
+
+def _is_synchronous(config: Config) -> bool:
+    """Whether no gradient is older than the weights, and the order of updates is that of the steps."""
+    return not config.servers.are_asynchronous
+
+
+def _has_log(config: Config) -> bool:
+    return config.servers.log
+
+
+def _of_servers(name: str, example: Any) -> Exclusion:
+    return Exclusion(
+        f"servers.{name}",
+        other_than(ServersConfig.model_fields[name].default, example),
+        what="{set} is of parameter servers; this is servers.count=0",
+        fix="servers.count=1, or leave {key} out",
+        when=_is_new_without,
+    )
+
+
+def _of_asynchronous(key: str, values: Values) -> Exclusion:
+    return Exclusion(
+        key,
+        values,
+        what="{set} is of asynchronous updates; with servers.bound=0 there are none",
+        fix="servers.bound=4 or none, or leave {key} out",
+        when=_is_synchronous,
+        why="with servers.bound=0 no gradient is older than the weights",
+    )
+
+
+SERVERS = JobFeature(
+    key="servers.count",
+    on=lambda config: config.servers.count > 0,
+    examples=(
+        *("servers.count=1", "servers.count=1 servers.bound=1", "servers.count=1 servers.bound=1 servers.correct=scale"),
+        "servers.count=1 servers.bound=1 servers.log=true",
+    ),
+    off="servers.count=0",
+    why="servers have the weights, workers the samples",
+    without=(_of_servers("bound", 4), _of_servers("correct", "scale"), _of_servers("compensation", 0.1), _of_servers("log", True)),
+    first=(_sends, _leaves_a_worker),
+    excludes=(
+        Exclusion(
+            "optim.name",
+            Values(is_dotted, "torch.optim.SGD"),
+            what="{chosen} does not support {set}: servers apply rules to ranges of the weights",
+            fix="optim.name=sgd, adamw or another rule of hvdtrain",
+            why="servers apply rules to ranges of the weights",
+        ),
+        Exclusion("shard.stage", above(0), why="the weights and the optimizer's state are divided over servers already"),
+        Exclusion("parallel.tensor", above(1)),
+        Exclusion("parallel.pipeline", above(1)),
+        Exclusion("parallel.dense", other_than("none", "a")),
+        Exclusion("comm.local_steps", above(1), why="servers have the only weights"),
+        Exclusion("comm.op", among("adasum"), why="gradients are not reduced over ranks"),
+        Exclusion("comm.reduce", other_than("auto", "bucket"), why="gradients are not reduced over ranks"),
+        Exclusion("comm.compression", other_than("none", "fp16"), why="gradients are not reduced over ranks"),
+        Exclusion("comm.tune", among(True), why="gradients are not reduced over ranks"),
+        Exclusion("norm.kind", among("sync"), why="workers do not wait for each other"),
+        Exclusion("speed.precision", among("fp16"), why="each worker would have a loss scale of its own"),
+        Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
+        Exclusion("batch.micro", among("auto"), why="memory is predicted for ranks that are alike"),
+        Exclusion("log.noise_scale", among(True), why="there is no mean of the ranks' gradients"),
+        Exclusion("log.step_times", among(True), why="a step is not of all ranks"),
+        _of_asynchronous("servers.correct", other_than("none", "scale")),
+        _of_asynchronous("servers.log", among(True)),
+        Exclusion(
+            "log.every_steps",
+            above(MOST_STALE),
+            what=f"servers.log needs a sync point every {MOST_STALE} steps or less, this is {{set}}",
+            fix=f"log.every_steps={MOST_STALE}",
+            when=_has_log,
+            words="servers.log=true servers.bound=4",
+            why="a record of the log has 16 bits for the staleness",
+        ),
+        Exclusion(
+            "guard.nonfinite",
+            among("rollback"),
+            what="servers.log has updates alone, and {set} puts older weights in their place",
+            fix="guard.nonfinite=skip or stop, or servers.log=false",
+            when=_has_log,
+            words="servers.log=true servers.bound=4",
+            why="the log has updates alone, and no older weights in their place",
+        ),
+    ),
+)
+FEATURES = (SERVERS,)

@@ -1,0 +1,97 @@
+"""shard.stage: each rank has its part of the optimizer's state, of the gradients, of the weights (ZeRO, FSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+
+
+def _cuts_weights(config: Config) -> bool:
+    return config.shard.stage == 3
+
+
+def _makes_process_groups(job: PlannedJob) -> Iterator[UserError]:
+    if _cuts_weights(job.config) and "horovod_api" in job.features:
+        what = f"shard.stage=3 runs on torch's process groups, which the {job.engine} engine does not make"
+        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or shard.stage=2")
+
+
+def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
+    """Ranks of stage 2 keep the gradients of one micro-batch, those of stage 3 none."""
+    batch, stage = job.config.batch, job.config.shard.stage
+    if not job.config.log.noise_scale or stage < 2:
+        return
+    several = batch.micro == "auto" or (isinstance(batch.micro, int) and -(-batch.size // job.ranks) > batch.micro)
+    if stage == 3 or several or job.config.recipe.growth != "none":
+        when = "" if stage == 3 else " of several micro-batches"
+        what = f"log.noise_scale reads each rank's own gradients{when}, which shard.stage={stage} does not keep"
+        yield UserError(what, job.where("log.noise_scale"), "shard.stage=1, or log.noise_scale=false")
+
+
+WITHOUT = (
+    Exclusion(
+        "shard.group",
+        other_than("all", "node"),
+        what="{set} is of shard.stage=1 or more; this is {config.shard.stage}",
+        fix="shard.stage=1",
+    ),
+    Exclusion(
+        "shard.reshard",
+        among(False),
+        what="{set} is of shard.stage=3; this is {config.shard.stage}",
+        fix="shard.stage=3",
+        when=lambda config: config.shard.stage < 3,
+    ),
+    Exclusion(
+        "shard.offload",
+        among("parameters"),
+        what="{set} is of shard.stage=3; this is {config.shard.stage}",
+        fix="shard.stage=3",
+        when=lambda config: config.shard.stage < 3,
+    ),
+    Exclusion(
+        "shard.offload",
+        among("optimizer"),
+        what="{set} is of shard.stage=1 or more; this is {config.shard.stage}",
+        fix="shard.stage=1",
+    ),
+)
+
+SHARDS = JobFeature(
+    key="shard.stage",
+    on=lambda config: config.shard.stage > 0,
+    examples=(
+        *("shard.stage=1", "shard.stage=2", "shard.stage=3", "shard.stage=1 shard.group=node"),
+        *("shard.stage=1 shard.offload=optimizer", "shard.stage=3 shard.reshard=false", "shard.stage=3 shard.offload=parameters"),
+    ),
+    off="shard.stage=0",
+    why="gradients are reduced to the rank that updates them",
+    without=WITHOUT,
+    excludes=(
+        Exclusion("comm.op", among("adasum")),
+        Exclusion("comm.local_steps", above(1)),
+        Exclusion("comm.compression", other_than("none", "fp16")),
+        Exclusion("comm.reduce", among("ddp", "distributed_optimizer")),
+        Exclusion("comm.reduce", among("bucket"), when=_cuts_weights, words="shard.stage=3", why="FSDP2 reduces gradients itself"),
+        Exclusion("comm.tune", among(True)),
+        Exclusion(
+            "speed.compile",
+            other_than("none", "default"),
+            when=_cuts_weights,
+            words="shard.stage=3",
+            why="weights are gathered block by block",
+        ),
+        Exclusion(
+            "speed.channels_last",
+            Values(bool, True),
+            when=_cuts_weights,
+            words="shard.stage=3",
+            why="parts of weights are rows of their first dimension",
+        ),
+    ),
+    rules=(_makes_process_groups, _keeps_own_gradients),
+)
+FEATURES = (SHARDS,)

@@ -1,0 +1,89 @@
+"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.config.given import class_of, is_object
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, other_than
+
+
+def _is_regression(config: Config) -> bool:
+    return config.task.name == "regression"
+
+
+def _is_classification(config: Config) -> bool:
+    return config.task.name == "classification"
+
+
+def _another_loss(fix: str) -> Exclusion:
+    return Exclusion(
+        "model.loss",
+        other_than("cross_entropy", "squared_error"),
+        what="{set} is of task.name=classification, this is {config.task.name}",
+        fix=fix,
+        why="it is of classes",
+    )
+
+
+def _loss_object(job: PlannedJob) -> Iterator[UserError]:
+    """A loss that a script gives has its own way to leave out samples."""
+    if is_object(job.config.task.name):
+        what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of(job.config.task.name)}"
+        yield UserError(what, job.where("task.ignore_label"), "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out")
+
+
+def _shares(job: PlannedJob) -> Iterator[UserError]:
+    """Accuracy is 0 to 1."""
+    config = job.config
+    for target in config.log.targets:
+        if not 0 <= target <= 1:
+            yield UserError(f"log.targets has {target:g}: accuracies are 0 to 1", job.where("log.targets"), "log.targets=[0.9] for 90 %")
+    stop = config.stop.target
+    if stop is not None and not 0 <= stop <= 1:
+        yield UserError(f"stop.target is {stop:g}: accuracy is 0 to 1", job.where("stop.target"), "stop.target=0.9 for 90 %")
+
+
+REGRESSION = JobFeature(
+    key="task.name",
+    on=_is_regression,
+    examples=("task.name=regression",),
+    excludes=(
+        _another_loss("task.loss=squared_error, which is its default"),
+        Exclusion(
+            "model.label_smoothing",
+            Values(bool, 0.1),
+            what="model.label_smoothing={config.model.label_smoothing:g} spreads the label of a class, which {chosen} does not have",
+            fix="leave it out",
+            why="numbers have no label to spread",
+        ),
+    ),
+)
+LANGUAGE = JobFeature(
+    key="task.name",
+    on=lambda config: config.task.name == "language",
+    examples=("task.name=language",),
+    excludes=(_another_loss("leave it out"),),
+)
+IGNORED_LABEL = JobFeature(
+    key="task.ignore_label",
+    on=lambda config: config.task.options.get("ignore_label") is not None,
+    chosen=lambda config: "task.ignore_label",
+    examples=("task.ignore_label=0",),
+    excludes=(
+        Exclusion(
+            "augment.mixup",
+            Values(bool, 0.2),
+            what="augment.mixup mixes each sample with any other, and task.ignore_label leaves some without a class to mix",
+            where="task.ignore_label",
+            fix="augment.mixup=0, or leave task.ignore_label out",
+            when=_is_classification,
+            why="some samples have no class to mix",
+        ),
+    ),
+    rules=(_loss_object,),
+)
+CLASSIFICATION = JobFeature(key="task.name", on=_is_classification, rules=(_shares,))
+FEATURES = (REGRESSION, LANGUAGE, IGNORED_LABEL, CLASSIFICATION)
