@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import JobFeature, PlannedJob, Rule
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Rule, Values, When, among, other_than
+
+SETTINGS: dict[str, Values] = {
+    "comm.hierarchical": among(True),
+    "comm.cycle_ms": other_than(None, 1.0),
+    "comm.fusion_mb": other_than(None, 1.0),
+}
+
+
+def not_on_horovod(when: When | None = None, words: str = "", keys: Collection[str] = SETTINGS.keys()) -> tuple[Exclusion, ...]:
+    """Rows of a feature that the horovod engine does not have: its settings cannot go with it."""
+    return tuple(
+        Exclusion(
+            key,
+            values,
+            what="{set} is a setting of Horovod, and {chosen} does not run on that engine",
+            when=when,
+            words=words,
+            why="the feature does not run on the horovod engine",
+        )
+        for key, values in SETTINGS.items()
+        if key in keys
+    )
 
 
 def _needs_horovod(key: str) -> Rule:

@@ -15,8 +15,8 @@ def _servers_need_mpi(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
 
 
-def _fewer_ranks(key: str, values: Values, instead: str = "without {key}", why: str = "") -> Exclusion:
-    return Exclusion(key, values, where="guard.lost", fix=f"guard.lost=restart, or {instead}", why=why)
+def _fewer_ranks(key: str, values: Values, instead: str = "without {key}", why: str = "", words: str = "") -> Exclusion:
+    return Exclusion(key, values, where="guard.lost", fix=f"guard.lost=restart, or {instead}", why=why, words=words)
 
 
 LOST = JobFeature(
@@ -38,7 +38,7 @@ SHRINK = JobFeature(
         _fewer_ranks("parallel.pipeline", above(1)),
         _fewer_ranks("parallel.dense", other_than("none", "a")),
         _fewer_ranks("shard.stage", among(3), "shard.stage=2"),
-        _fewer_ranks("shard.group", among("node"), "shard.group=all"),
+        _fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
         _fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"),
         _fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
         Exclusion(

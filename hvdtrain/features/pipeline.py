@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.errors import UserError
+from hvdtrain.features.horovod_settings import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_yaml, other_than
 
 
@@ -59,7 +60,7 @@ PIPELINE = JobFeature(
     why="no rank has the whole model",
     what="{chosen} does not support {set}: no rank has the whole model",
     without=WITHOUT,
-    first=(_sends, _stages_of_rank, _stages_of_balance),
+    first=(_stages_of_rank, _stages_of_balance),
     excludes=(
         Exclusion(
             "model.recompute",
@@ -86,6 +87,8 @@ PIPELINE = JobFeature(
             fix="log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or {off}",
             words="task.name=language data.name=image_tokens",
         ),
+        *not_on_horovod(keys=("comm.cycle_ms", "comm.fusion_mb")),  # mesh.py has comm.hierarchical
     ),
+    rules=(_sends,),
 )
 FEATURES = (PIPELINE,)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.length import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.features.horovod_settings import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
 
 ONE_OF: dict[str, Values] = {  # at most one of these
@@ -48,7 +49,6 @@ DISTRIBUTED_OPTIMIZER = JobFeature(
     examples=("comm.reduce=distributed_optimizer",),
     off="comm.reduce=auto",
     why=ANOTHER_WHY,
-    what="{chosen} does not support {set}",
     excludes=ANOTHER,
     rules=(_needs_horovod,),
 )
@@ -58,7 +58,7 @@ DDP = JobFeature(
     examples=("comm.reduce=ddp",),
     off="comm.reduce=auto",
     why=ANOTHER_WHY,
-    excludes=ANOTHER,
+    excludes=(*ANOTHER, *not_on_horovod()),
     rules=(_needs_torchdist,),
 )
 BUCKET = JobFeature(

@@ -9,6 +9,7 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.updates import MOST_STALE
 from hvdtrain.errors import UserError
+from hvdtrain.features.horovod_settings import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 
@@ -56,6 +57,7 @@ def _of_asynchronous(key: str, values: Values) -> Exclusion:
         what="{set} is of asynchronous updates; with servers.bound=0 there are none",
         fix="servers.bound=4 or none, or leave {key} out",
         when=_is_synchronous,
+        words="servers.bound=0",
         why="with servers.bound=0 no gradient is older than the weights",
     )
 
@@ -70,7 +72,7 @@ SERVERS = JobFeature(
     off="servers.count=0",
     why="servers have the weights, workers the samples",
     without=(_of_servers("bound", 4), _of_servers("correct", "scale"), _of_servers("compensation", 0.1), _of_servers("log", True)),
-    first=(_sends, _leaves_a_worker),
+    first=(_leaves_a_worker,),
     excludes=(
         Exclusion(
             "optim.name",
@@ -114,6 +116,8 @@ SERVERS = JobFeature(
             words="servers.log=true servers.bound=4",
             why="the log has updates alone, and no older weights in their place",
         ),
+        *not_on_horovod(),
     ),
+    rules=(_sends,),
 )
 FEATURES = (SERVERS,)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.features.horovod_settings import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 
@@ -91,6 +92,7 @@ SHARDS = JobFeature(
             words="shard.stage=3",
             why="parts of weights are rows of their first dimension",
         ),
+        *not_on_horovod(_cuts_weights, "shard.stage=3"),
     ),
     rules=(_makes_process_groups, _keeps_own_gradients),
 )

@@ -21,7 +21,7 @@ VIEWS = JobFeature(
         Exclusion(
             "parallel.pipeline",
             above(1),
-            what="{chosen} averages the outputs of several passes, which a pipeline does not keep",
+            what="{chosen} averages the outputs of several passes, which {set} does not keep",
             where="evaluate.views",
             fix="evaluate.views=1, and `evaluate RUN evaluate.views=6` afterwards",
             why="a pipeline does not keep the outputs of several passes",

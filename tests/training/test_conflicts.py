@@ -1,11 +1,28 @@
-"""Every rule of training/conflicts.py: its message, and that train, check and plan all give it before data or a model exist."""
+"""What excludes what: every row of hvdtrain/features, every pair of features; train, check and plan say it before data exist."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pairs import (
+    ENGINES,
+    EXAMPLES,
+    Example,
+    Pair,
+    all_pairs,
+    assigned,
+    engines_of,
+    joined,
+    names,
+    refusal,
+    reverse,
+    rows,
+    rows_without,
+    verdict,
+)
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.features import MEANINGS, features_of
@@ -13,61 +30,46 @@ from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.read import configure
 from hvdtrain.errors import USER, UserError
+from hvdtrain.features.every_feature import FEATURES
+from hvdtrain.features.job_feature import Exclusion, JobFeature
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts, refuse_on_every_engine
 
 ROOT = Path(__file__).parents[2]
-# (the configuration, what the message says, the key that it names, how to fix it), in a job of one process
+# Rules that are no pair, and some rows of each kind of sentence, as they are read: (the configuration, what the message says, the key that
+# it names, how to fix it), in a job of one process
 OF_ONE_PROCESS = [
-    ("comm.local_steps=3", "comm.local_steps=3 does not divide log.every_steps=10; ranks synchronize at both",
-     "comm.local_steps", "log.every_steps=12, or another multiple of 3"),
+    ("comm.local_steps=3", "comm.local_steps=3 does not divide log.every_steps=10; ranks synchronize at both", "comm.local_steps",
+     "log.every_steps=12, or another multiple of 3"),
     ("comm.local_steps=2 checkpoint.every_steps=7",
-     "comm.local_steps=2 does not divide checkpoint.every_steps=7; ranks synchronize at both",
-     "comm.local_steps", "checkpoint.every_steps=8, or another multiple of 2"),
-    ("comm.local_steps=2 speed.precision=fp16", "comm.local_steps=2 with speed.precision=fp16 gives each rank a loss scale of its own",
-     "comm.local_steps", "speed.precision=bf16, or comm.local_steps=1"),
-    ("comm.local_steps=2 guard.nonfinite=skip",
-     "comm.local_steps=2 with guard.nonfinite=skip lets one rank skip a step that the others make",
-     "comm.local_steps", "guard.nonfinite=stop, or comm.local_steps=1"),
-    ("comm.local_steps=2 log.noise_scale=true",
-     "log.noise_scale compares each rank's gradient with their mean, which comm.local_steps=2 does not compute",
-     "comm.local_steps", "comm.local_steps=1, or log.noise_scale=false"),
-    ("comm.local_steps=2 norm.kind=sync", "norm.kind=sync synchronizes the ranks in every step, comm.local_steps=2 does not",
-     "comm.local_steps", "comm.local_steps=1, or norm.kind=ghost"),
-    *((f"norm.kind=sync batch.size=64 batch.micro={words}", f"batch.micro={words.partition(' ')[0]} makes the passes of a step, "
-       "over each of which norm.kind=sync normalizes, depend on the number of ranks", "batch.micro",
-       "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost")
-      for words in ("auto", "63", "64 data.sampling=partition", "64 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[65]")),
-    ("comm.local_steps=2 comm.reduce=bucket", "comm.local_steps=2 reduces weights, not gradients: comm.reduce=bucket has nothing to do",
-     "comm.reduce", "comm.reduce=auto"),
+     "comm.local_steps=2 does not divide checkpoint.every_steps=7; ranks synchronize at both", "comm.local_steps",
+     "checkpoint.every_steps=8, or another multiple of 2"),
+    ("norm.kind=sync batch.size=64 batch.micro=auto",
+     "batch.micro=auto makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
+    ("norm.kind=sync batch.size=64 batch.micro=63",
+     "batch.micro=63 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
+    ("norm.kind=sync batch.size=64 batch.micro=64 data.sampling=partition",
+     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
+    ("norm.kind=sync batch.size=64 batch.micro=64 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[65]",
+     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
     ("comm.local_from=3", "comm.local_from=3 is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient",
      "comm.local_from", "comm.local_steps=4, say, or leave comm.local_from out"),
     ("comm.local_steps=2 comm.local_from=50% stop.time=1h",
-     "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that is not known before",
-     "comm.local_from", "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"),
+     "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that is not known before", "comm.local_from",
+     "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"),
     ("comm.local_steps=2 comm.local_from=1 comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other",
      "comm.op", "keep one of them"),
-    ("comm.local_steps=2 comm.tune=true", "comm.tune measures bucket sizes; comm.local_steps=2 has no buckets to tune",
-     "comm.tune", "comm.tune=false"),
-    ("comm.local_steps=2 comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other",
-     "comm.op", "keep one of them"),
+    ("comm.local_steps=2 comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other", "comm.op",
+     "keep one of them"),
     ("comm.compression=fp16 comm.reduce=ddp", "comm.reduce=ddp does not support comm.compression=fp16", "comm.reduce", "comm.reduce=auto"),
-    ("comm.compression=fp16 speed.precision=fp64", "comm.compression=fp16 would round the gradients of speed.precision=fp64",
-     "comm.compression", "comm.compression=none"),
-    ("guard.lost=shrink shard.stage=3", "guard.lost=shrink does not go on with shard.stage=3 on fewer ranks",
-     "guard.lost", "guard.lost=restart, or shard.stage=2"),
-    ("guard.lost=shrink shard.stage=1 shard.group=node", "guard.lost=shrink does not go on with shard.group=node on fewer ranks",
-     "guard.lost", "guard.lost=restart, or shard.group=all"),
-    ("optim.ema=0.9 shard.stage=3", "optim.ema does not go with shard.stage=3: no rank has all averages to evaluate with",
-     "optim.ema", "leave shard.stage=3 or optim.ema out; shard.stage=2 has them"),
-    ("optim.ema=0.9 optim.name=torch.optim.Adam",
-     "optim.ema is of hvdtrain's own optimizers, and optim.name=torch.optim.Adam has its state to itself",
-     "optim.ema", "a name of `list` for optim.name, or leave optim.ema out"),
-    ("guard.lost=shrink framework=jax model.name=mlp",
-     "guard.lost=shrink does not go on with framework=jax, whose step is compiled for a number of ranks",
-     "guard.lost", "guard.lost=restart, or framework=torch"),
+    ("guard.lost=shrink shard.stage=3", "guard.lost=shrink does not go on with shard.stage=3 on fewer ranks", "guard.lost",
+     "guard.lost=restart, or shard.stage=2"),
     ("comm.op=adasum", "comm.op=adasum needs the horovod engine; this is single", "comm.op", "comm.engine=horovod, or comm.op=mean"),
-    ("comm.reduce=distributed_optimizer", "comm.reduce=distributed_optimizer needs the horovod engine; this is single",
-     "comm.reduce", "comm.engine=horovod, or comm.reduce=auto"),
+    ("comm.reduce=distributed_optimizer", "comm.reduce=distributed_optimizer needs the horovod engine; this is single", "comm.reduce",
+     "comm.engine=horovod, or comm.reduce=auto"),
     ("comm.reduce=ddp", "comm.reduce=ddp needs the torchdist engine; this is single", "comm.reduce",
      "comm.engine=torchdist, or comm.reduce=auto"),
     ("comm.cycle_ms=1", "comm.cycle_ms is a setting of Horovod; this is the single engine", "comm.cycle_ms",
@@ -84,68 +86,29 @@ OF_ONE_PROCESS = [
     ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the job has 1 rank", "log.noise_scale",
      "two ranks or more, or log.noise_scale=false"),
     ("shard.group=node", "shard.group=node is of shard.stage=1 or more; this is 0", "shard.group", "shard.stage=1"),
-    ("shard.stage=2 shard.reshard=false", "shard.reshard=false is of shard.stage=3; this is 2", "shard.reshard", "shard.stage=3"),
-    ("shard.stage=2 shard.offload=parameters", "shard.offload=parameters is of shard.stage=3; this is 2", "shard.offload", "shard.stage=3"),
-    ("shard.stage=1 comm.local_steps=2", "shard.stage=1 does not support comm.local_steps=2", "comm.local_steps",
-     "leave comm.local_steps out, or shard.stage=0"),
-    ("shard.stage=2 comm.compression=fp16", "shard.stage=2 does not support comm.compression=fp16", "comm.compression",
-     "leave comm.compression out, or shard.stage=0"),
-    ("shard.stage=1 comm.tune=true", "shard.stage=1 does not support comm.tune=true", "comm.tune", "leave comm.tune out, or shard.stage=0"),
-    ("shard.stage=3 comm.reduce=bucket", "shard.stage=3 does not support comm.reduce=bucket", "comm.reduce",
-     "leave comm.reduce out, or shard.stage=0"),
-    ("shard.stage=3 speed.channels_last=true", "shard.stage=3 does not support speed.channels_last=true", "speed.channels_last",
-     "leave speed.channels_last out, or shard.stage=0"),
     ("stop.target=85", "stop.target is 85: accuracy is 0 to 1", "stop.target", "stop.target=0.9 for 90 %"),
-    ("task.name=regression model.loss=squared_error", "model.loss=squared_error is of task.name=classification, this is regression",
-     "model.loss", "task.loss=squared_error, which is its default"),
-    ("task.name=regression model.label_smoothing=0.1",
-     "model.label_smoothing=0.1 spreads the label of a class, which task.name=regression does not have",
-     "model.label_smoothing", "leave it out"),
     ("log.targets=[0.5,95]", "log.targets has 95: accuracies are 0 to 1", "log.targets", "log.targets=[0.9] for 90 %"),
     ("profile.steps=banana", "profile.steps=banana is no range of steps", "profile.steps",
      "profile.steps=10:15 traces the five steps that follow step 10"),
     ("guard.max_time=soon", "'soon' is not a length of time", "guard.max_time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
-    ("data.ahead=0 data.readers=2", "data.readers=2 threads read steps ahead, and data.ahead=0 reads none ahead", "data.readers",
-     "data.ahead=2, or leave data.readers out"),
     ("augment.crop=4 augment.resized_crop=0.5", "augment.crop=4 and augment.resized_crop=0.5 both crop the image", "augment.crop",
      "keep one of them"),
-    ("augment.pad=reflect augment.flip=true", "augment.pad=reflect is what augment.crop pads with, and there is no augment.crop",
-     "augment.pad", "augment.crop=2, or leave augment.pad out"),
-    ('optim.name=torch.optim.SGD optim.groups=[{"names":"x"}]',
-     "optim.groups is of hvdtrain's own optimizers; torch.optim.SGD has one rate for all parameters", "optim.groups",
-     "a name of `list` for optim.name, or leave optim.groups out"),
-    ("evaluate.views=6 task.name=regression", "evaluate.views=6 is of images of classes; the job has task.name=regression",
-     "evaluate.views", "task.name=classification, or leave it out"),
     ("framework=numpy model.name=mlp", "framework=numpy does not support model.name=mlp", "model.name",
      "model.name=linear, or framework=torch"),
-    ("framework=numpy model.name=linear speed.device=cuda", "framework=numpy does not support speed.device=cuda", "speed.device",
-     "speed.device=auto, or framework=torch"),
-    ("framework=numpy model.name=linear profile.steps=1:2", "framework=numpy does not support profile.steps=1:2", "profile.steps",
-     "profile.steps=null, or framework=torch"),
     ("framework=jax model.name=linear data.resident=true", "framework=jax does not support data.resident=true", "data.resident",
      "data.resident=null, or framework=torch"),
-    ("framework=jax model.name=linear shard.stage=3", "framework=jax does not support shard.stage=3", "shard.stage",
-     "shard.stage=2, or framework=torch"),
-    ("framework=jax model.name=linear shard.stage=1 shard.group=node", "framework=jax does not support shard.group=node", "shard.group",
-     "shard.group=all, or framework=torch"),
-    ("framework=jax model.name=linear shard.stage=1 shard.offload=optimizer", "framework=jax does not support shard.offload=optimizer",
-     "shard.offload", "shard.offload=none, or framework=torch"),
-    ("framework=jax model.name=linear parallel.dense=a", "framework=jax does not support parallel.dense=a", "parallel.dense",
-     "parallel.dense=none, or framework=torch"),
-    ("framework=numpy model.name=linear shard.stage=1", "framework=numpy does not support shard.stage=1", "shard.stage",
-     "shard.stage=0, or framework=torch"),
     ("framework=jax model.name=linear optim.name=torch.optim.SGD", "torch.optim.SGD is a torch optimizer, framework=jax needs a rule",
      "optim.name", "framework=torch, or a name of `list`"),
     ("optim.name=torch.optim.Adam optim.lr=0.1", "optim.lr is not an option: the recipe sets the rate of each step", "optim.lr",
      "optim.base_lr=..."),
     ("comm.local_steps=4 log.every_steps=8 evaluate.every_steps=10",
-     "comm.local_steps=4 does not divide evaluate.every_steps=10; ranks synchronize at both",
-     "comm.local_steps", "evaluate.every_steps=12, or another multiple of 4"),
+     "comm.local_steps=4 does not divide evaluate.every_steps=10; ranks synchronize at both", "comm.local_steps",
+     "evaluate.every_steps=12, or another multiple of 4"),
     ("stop.time=soon", "'soon' is not a length of time", "stop.time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
-    ("recipe.schedule=cosine recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the schedule",
-     "recipe.warmup", "recipe.warmup=10% is a tenth of the job, however short; or epochs=11 or more"),
+    ("recipe.schedule=cosine recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the schedule", "recipe.warmup",
+     "recipe.warmup=10% is a tenth of the job, however short; or epochs=11 or more"),
     ("optim.name=adam optim.beta2=1", "a beta2 of 1.0 makes no running mean", "optim.beta2",
      "give 0 or more and less than 1, as in optim.beta2=0.999"),
 ]  # fmt: skip
@@ -154,171 +117,146 @@ OF_ONE_PROCESS = [
 OF_SEVERAL_RANKS = [
     ("parallel.dense=a comm.op=adasum", "horovod", 2, "parallel.dense=a does not support comm.op=adasum", "comm.op",
      "leave comm.op out, or parallel.dense=none"),
-    ("parallel.dense=a comm.local_steps=2", "mpi", 2, "parallel.dense=a does not support comm.local_steps=2",
-     "comm.local_steps", "leave comm.local_steps out, or parallel.dense=none"),
-    ("parallel.dense=a comm.compression=fp16", "mpi", 2, "parallel.dense=a does not support comm.compression=fp16", "comm.compression",
-     "leave comm.compression out, or parallel.dense=none"),
-    ("parallel.dense=a comm.reduce=ddp", "torchdist", 2, "parallel.dense=a does not support comm.reduce=ddp", "comm.reduce",
-     "leave comm.reduce out, or parallel.dense=none"),
-    ("parallel.dense=a comm.tune=true", "mpi", 2, "parallel.dense=a does not support comm.tune=true", "comm.tune",
-     "leave comm.tune out, or parallel.dense=none"),
-    ("parallel.dense=a norm.kind=sync", "mpi", 2, "parallel.dense=a does not support norm.kind=sync", "norm.kind",
-     "leave norm.kind out, or parallel.dense=none"),
-    ("parallel.dense=a model.recompute=all", "mpi", 2, "parallel.dense=a does not support model.recompute=all", "model.recompute",
-     "leave model.recompute out, or parallel.dense=none"),
-    ("parallel.dense=a log.noise_scale=true", "mpi", 2, "parallel.dense=a does not support log.noise_scale=true", "log.noise_scale",
-     "leave log.noise_scale out, or parallel.dense=none"),
-    ("parallel.dense=a speed.compile=default", "mpi", 2, "parallel.dense=a does not support speed.compile=default", "speed.compile",
-     "leave speed.compile out, or parallel.dense=none"),
-    ("parallel.dense=b shard.stage=1 shard.group=node", "mpi", 2, "parallel.dense=b does not support shard.group=node", "shard.group",
-     "leave shard.group out, or parallel.dense=none"),
-    ("parallel.dense=b shard.stage=1 shard.offload=optimizer", "mpi", 2, "parallel.dense=b does not support shard.offload=optimizer",
-     "shard.offload", "leave shard.offload out, or parallel.dense=none"),
-    ("parallel.dense=c shard.stage=3", "mpi", 2, "parallel.dense=c keeps whole convolutions on every rank, which shard.stage=3 cuts",
-     "shard.stage", "shard.stage=2, or parallel.dense=none"),
     ("parallel.dense=c parallel.tensor=2", "mpi", 2,
-     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all ranks", "parallel.dense",
-     "keep one of them"),
+     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all ranks", "parallel.dense", "keep one of them"),
     ("optim.name=muon servers.count=1", "mpi", 2, "optim.name=muon does not support servers.count=1", "servers.count",
      "leave servers.count out, or optim.name=adamw"),
-    ("optim.name=muon parallel.dense=a", "mpi", 2, "optim.name=muon does not support parallel.dense=a", "parallel.dense",
-     "leave parallel.dense out, or optim.name=adamw"),
-    ("optim.name=muon shard.stage=1 framework=jax model.name=linear", "mpi", 2,
-     "optim.name=muon does not support shard.stage=1 in JAX", "shard.stage", "leave shard.stage out, or optim.name=adamw"),
-    ("optim.name=muon optim.bf16=true framework=numpy model.name=linear", "mpi", 2, "numpy has no bfloat16", "optim.bf16",
-     "leave optim.bf16 out, or framework=torch"),
-    ("parallel.dense_updates=2", "mpi", 2, "parallel.dense_updates=2 is of a dense part; this is parallel.dense=none",
-     "parallel.dense_updates", "parallel.dense=c, also on one rank; or leave it out"),
-    ("parallel.dense=a parallel.dense_updates=2", "mpi", 2, "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in one",
-     "parallel.dense_updates", "parallel.dense=c or b"),
+    ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
+     "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in one", "parallel.dense_updates", "parallel.dense=c or b"),
     ("parallel.dense=b parallel.dense_updates=8 batch.size=7", "mpi", 2,
      "batch 7 does not split into the turns of parallel.dense_updates=8: some would have no sample", "parallel.dense_updates",
      "parallel.dense_updates=7 or fewer"),
-    ("parallel.dense=c parallel.dense_updates=2 optim.name=torch.optim.SGD", "mpi", 2,
-     "parallel.dense_updates=2 updates some of the parameters by themselves; whether torch.optim.SGD counts its steps right is not known",
-     "optim.name", "an optimizer of hvdtrain's own: sgd, adam, lars ...; or parallel.dense_updates=1"),
-    *((f"parallel.dense=c parallel.dense_updates=2 {word}", "mpi", 2, f"parallel.dense_updates=2 does not support {word.split()[0]}",
-       word.partition("=")[0], f"leave {word.partition('=')[0]} out, or parallel.dense_updates=1")
-      for word in ("batch.micro=8", "batch.micro=auto", "recipe.gradient_noise=0.01", "data.sampling=partition",
-                   "recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[512]")),
-    ("framework=jax model.name=linear parallel.dense_updates=2", "mpi", 2, "framework=jax does not support parallel.dense_updates=2",
-     "parallel.dense_updates", "parallel.dense_updates=1, or framework=torch"),
-    ("batch.size=3", "mpi", 4, "batch 3 does not split over 4 ranks: some would have no sample", "batch.size", "4 or more, or fewer ranks"),
+    ("parallel.dense=c parallel.dense_updates=2 batch.micro=8", "mpi", 2, "parallel.dense_updates=2 does not support batch.micro=8",
+     "batch.micro", "leave batch.micro out, or parallel.dense_updates=1"),
+    ("batch.size=3", "mpi", 4, "batch 3 does not split over 4 ranks: some would have no sample", "batch.size",
+     "4 or more, or fewer ranks"),
     ("recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[3]", "mpi", 4,
      "batch 3 does not split over 4 ranks: some would have no sample", "recipe.grow_to", "4 or more, or fewer ranks"),
     ("parallel.sequence=true", "mpi", 2,
-     "parallel.sequence=true divides positions over the ranks of a tensor group; this is parallel.tensor=1",
-     "parallel.sequence", "parallel.tensor=2, or parallel.sequence=false"),
+     "parallel.sequence=true divides positions over the ranks of a tensor group; this is parallel.tensor=1", "parallel.sequence",
+     "parallel.tensor=2, or parallel.sequence=false"),
     ("parallel.tensor=2", "mpi", 3, "parallel.tensor=2 does not divide the 3 ranks of the job", "parallel.tensor",
      "a multiple of 2 ranks, or another parallel.tensor"),
     ("parallel.tensor=2 comm.local_steps=2", "mpi", 2, "parallel.tensor=2 does not support comm.local_steps=2", "comm.local_steps",
      "leave comm.local_steps out, or parallel.tensor=1"),
-    ("parallel.tensor=2 norm.kind=sync", "mpi", 4, "parallel.tensor=2 does not support norm.kind=sync", "norm.kind",
-     "leave norm.kind out, or parallel.tensor=1"),
-    ("parallel.tensor=2 shard.stage=1 shard.group=node", "mpi", 4, "parallel.tensor=2 does not support shard.group=node", "shard.group",
-     "leave shard.group out, or parallel.tensor=1"),
-    ("parallel.tensor=2 log.noise_scale=true", "mpi", 4, "parallel.tensor=2 does not support log.noise_scale=true", "log.noise_scale",
-     "leave log.noise_scale out, or parallel.tensor=1"),
     ("parallel.tensor=2 batch.size=1", "mpi", 4, "batch 1 does not split over 2 ranks: some would have no sample", "batch.size",
      "2 or more, or fewer ranks"),
     ("parallel.pipeline=2 parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the 6 ranks of the job",
      "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
-    ("parallel.pipeline=2 speed.compile=default", "mpi", 2, "parallel.pipeline=2 does not support speed.compile=default", "speed.compile",
-     "leave speed.compile out, or parallel.pipeline=1"),
     ("servers.count=1", "horovod", 2, "servers.count=1 sends from one rank to another, which the horovod engine does not", "comm.engine",
      "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
     ("servers.count=3", "mpi", 3, "servers.count=3 leaves no worker: the job has 3 ranks", "servers.count",
      "4 ranks or more, or fewer servers"),
     ("servers.count=1 comm.local_steps=2", "mpi", 2, "servers.count=1 does not support comm.local_steps=2", "comm.local_steps",
      "leave comm.local_steps out, or servers.count=0"),
-    ("guard.lost=shrink servers.count=1", "torchdist", 2,
-     "guard.lost=shrink does not go on with servers.count=1 on the torchdist engine", "guard.lost",
-     "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
+    ("guard.lost=shrink servers.count=1", "torchdist", 2, "guard.lost=shrink does not go on with servers.count=1 on the torchdist engine",
+     "guard.lost", "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("guard.lost=restart servers.count=1", "torchdist", 2,
      "guard.lost=restart does not go on with servers.count=1 on the torchdist engine", "guard.lost",
      "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
-    ("servers.count=1 shard.stage=1", "mpi", 2, "servers.count=1 does not support shard.stage=1", "shard.stage",
-     "leave shard.stage out, or servers.count=0"),
-    ("servers.count=1 parallel.tensor=2", "mpi", 4, "servers.count=1 does not support parallel.tensor=2", "parallel.tensor",
-     "leave parallel.tensor out, or servers.count=0"),
-    ("servers.count=1 optim.name=torch.optim.SGD", "mpi", 2,
-     "servers.count=1 does not support optim.name=torch.optim.SGD: servers apply rules to ranges of the weights", "optim.name",
-     "optim.name=sgd, adamw or another rule of hvdtrain"),
-    ("servers.count=1 servers.log=true", "mpi", 2, "servers.log=true is of asynchronous updates; with servers.bound=0 there are none",
-     "servers.log", "servers.bound=4 or none, or leave servers.log out"),
-    ("servers.bound=4", "mpi", 2, "servers.bound=4 is of parameter servers; this is servers.count=0", "servers.bound",
-     "servers.count=1, or leave servers.bound out"),
     ("servers.count=1 servers.bound=4 servers.log=true log.every_steps=70000", "mpi", 2,
-     "servers.log needs a sync point every 65535 steps or less, this is log.every_steps=70000", "log.every_steps", "log.every_steps=65535"),
-    ("servers.count=1 servers.bound=4 servers.log=true guard.nonfinite=rollback", "mpi", 2,
-     "servers.log has updates alone, and guard.nonfinite=rollback puts older weights in their place", "guard.nonfinite",
-     "guard.nonfinite=skip or stop, or servers.log=false"),
+     "servers.log needs a sync point every 65535 steps or less, this is log.every_steps=70000", "log.every_steps",
+     "log.every_steps=65535"),
     ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 sends from one rank to another, which the horovod engine does not",
      "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
-    ("parallel.schedule=gpipe", "mpi", 2, "parallel.schedule=gpipe is of a pipeline; this is parallel.pipeline=1", "parallel.schedule",
-     "parallel.pipeline=2, or leave parallel.schedule out"),
-    ("parallel.balance=3,2", "mpi", 2, "parallel.balance=[3, 2] is of a pipeline; this is parallel.pipeline=1", "parallel.balance",
-     "parallel.pipeline=2, or leave parallel.balance out"),
-    ("parallel.pipeline=2 parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, the pipeline has 2",
-     "parallel.balance", "2 numbers of units: hvdtrain plan --pipeline shows them"),
+    ("parallel.pipeline=2 parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, the pipeline has 2", "parallel.balance",
+     "2 numbers of units: hvdtrain plan --pipeline shows them"),
     ("parallel.pipeline=2 parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, the pipeline has 2",
      "parallel.balance", "2 numbers of units: hvdtrain plan --pipeline shows them"),
-    ("parallel.pipeline=2 parallel.virtual=2", "mpi", 2, "parallel.schedule=1f1b has one stage on each rank, parallel.virtual=2 wants more",
-     "parallel.virtual", "parallel.schedule=interleaved, or leave parallel.virtual out"),
+    ("parallel.pipeline=2 parallel.virtual=2", "mpi", 2,
+     "parallel.schedule=1f1b has one stage on each rank, parallel.virtual=2 wants more", "parallel.virtual",
+     "parallel.schedule=interleaved, or leave parallel.virtual out"),
     ("parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=1", "mpi", 2,
-     "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is 1f1b",
-     "parallel.virtual", "parallel.virtual=2, or parallel.schedule=1f1b"),
-    ("parallel.pipeline=2 parallel.schedule=zero_bubble model.recompute=all", "mpi", 2,
-     "zero_bubble goes back through each stage twice, and would compute its blocks twice: model.recompute=all", "model.recompute",
-     "parallel.schedule=1f1b, or model.recompute=none"),
+     "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is 1f1b", "parallel.virtual",
+     "parallel.virtual=2, or parallel.schedule=1f1b"),
     ("parallel.pipeline=2 parallel.micro_batches=4 batch.micro=8", "mpi", 2,
-     "parallel.micro_batches=4 and batch.micro=8 both say how many micro-batches a step has", "batch.micro",
-     "leave one of them out"),
-    ("parallel.pipeline=2 batch.micro=auto", "mpi", 2, "parallel.pipeline=2 does not support batch.micro=auto", "batch.micro",
-     "leave batch.micro out, or parallel.pipeline=1"),
-    ("parallel.pipeline=2 shard.stage=3", "mpi", 2, "parallel.pipeline=2 does not support shard.stage=3: no rank has the whole model",
-     "shard.stage", "shard.stage=1 or 2; or parallel.pipeline=1"),
-    ("parallel.pipeline=2 task.name=language data.name=image_tokens model.name=gpt log.samples=4", "mpi", 2,
-     "parallel.pipeline=2 does not support log.samples=4: no rank has the whole model",
-     "log.samples", "log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or parallel.pipeline=1"),
-    ("framework=jax model.name=linear parallel.pipeline=2", "mpi", 2, "framework=jax does not support parallel.pipeline=2",
-     "parallel.pipeline", "parallel.pipeline=1, or framework=torch"),
-    ("framework=jax model.name=linear parallel.tensor=2", "mpi", 2, "framework=jax does not support parallel.tensor=2", "parallel.tensor",
-     "parallel.tensor=1, or framework=torch"),
+     "parallel.micro_batches=4 and batch.micro=8 both say how many micro-batches a step has", "batch.micro", "leave one of them out"),
     ("comm.engine=single", "single", 2, "comm.engine=single is for one process; the job has 2 ranks", "comm.engine", "comm.engine=auto"),
-    ("shard.stage=1 comm.op=adasum", "horovod", 2, "shard.stage=1 does not support comm.op=adasum", "comm.op",
-     "leave comm.op out, or shard.stage=0"),
-    ("shard.stage=1 comm.reduce=ddp", "torchdist", 2, "shard.stage=1 does not support comm.reduce=ddp", "comm.reduce",
-     "leave comm.reduce out, or shard.stage=0"),
     ("shard.stage=3", "horovod", 2, "shard.stage=3 runs on torch's process groups, which the horovod engine does not make", "comm.engine",
      "comm.engine=mpi with the same mpirun, or shard.stage=2"),
     ("shard.stage=3 log.noise_scale=true", "mpi", 2, "log.noise_scale reads each rank's own gradients, which shard.stage=3 does not keep",
      "log.noise_scale", "shard.stage=1, or log.noise_scale=false"),
     ("shard.stage=2 log.noise_scale=true batch.size=64 batch.micro=8", "mpi", 2,
-     "log.noise_scale reads each rank's own gradients of several micro-batches, which shard.stage=2 does not keep",
-     "log.noise_scale", "shard.stage=1, or log.noise_scale=false"),
-    ("comm.op=adasum", "mpi", 2, "comm.op=adasum needs the horovod engine; this is mpi", "comm.op", "comm.engine=horovod, or comm.op=mean"),
+     "log.noise_scale reads each rank's own gradients of several micro-batches, which shard.stage=2 does not keep", "log.noise_scale",
+     "shard.stage=1, or log.noise_scale=false"),
+    ("comm.op=adasum", "mpi", 2, "comm.op=adasum needs the horovod engine; this is mpi", "comm.op",
+     "comm.engine=horovod, or comm.op=mean"),
     ("comm.op=adasum", "horovod", 3, "comm.op=adasum needs 2, 4, 8, ... ranks; the job has 3", "comm.op",
      "another number of ranks, or comm.op=mean"),
     ("comm.op=adasum comm.reduce=distributed_optimizer", "horovod", 2, "comm.reduce=distributed_optimizer does not support comm.op=adasum",
      "comm.reduce", "comm.reduce=auto"),
-    ("comm.op=adasum comm.tune=true", "horovod", 2, "comm.tune measures bucket sizes; comm.op=adasum has no buckets to tune",
-     "comm.tune", "comm.tune=false"),
-    ("comm.reduce=ddp comm.tune=true", "torchdist", 2, "comm.tune measures bucket sizes; comm.reduce=ddp has no buckets to tune",
-     "comm.tune", "comm.tune=false"),
     ("comm.compression=bf16", "horovod", 2, "comm.compression=bf16 needs sums of bfloat16, which the horovod engine does not have",
      "comm.compression", "comm.compression=fp16, or another comm.engine"),
-    ("log.noise_scale=true speed.precision=fp16", "mpi", 2,
-     "log.noise_scale reads each rank's own gradients, which speed.precision=fp16 scales", "speed.precision",
-     "speed.precision=bf16, or log.noise_scale=false"),
-    ("log.noise_scale=true comm.reduce=ddp", "torchdist", 2,
-     "log.noise_scale reads each rank's own gradients, which comm.reduce=ddp does not show", "comm.reduce",
-     "comm.reduce=auto, or log.noise_scale=false"),
-    ("framework=numpy model.name=linear log.noise_scale=true", "mpi", 2, "framework=numpy does not support log.noise_scale=true",
-     "log.noise_scale", "log.noise_scale=false, or framework=torch"),
 ]  # fmt: skip
 
 DATA = ["data.name=folder", "data.root=nowhere"]  # which train, check and plan would refuse, had they come so far
+ROWS = [(feature, *row) for feature in FEATURES for row in rows(feature)]
+ROWS_WITHOUT = [(feature, *row) for feature in FEATURES for row in rows_without(feature)]
+
+
+def _ids(table: list[tuple[JobFeature, Exclusion, str, UserError]]) -> list[str]:
+    return [words for _, _, words, _ in table]
+
+
+@pytest.mark.parametrize("order", [str, reverse])
+@pytest.mark.parametrize(("feature", "row", "words", "told"), ROWS, ids=_ids(ROWS))
+def test_what_a_feature_excludes_is_the_message_of_some_engine_and_names_both(
+    feature: JobFeature, row: Exclusion, words: str, told: UserError, order: Callable[[str], str]
+) -> None:
+    """Its row, which no rule before it hides; without the excluded value, and without the feature, it is not said."""
+    given = [str(error) for engine in ENGINES if (error := verdict(order(words), engine))]
+    assert str(told) in given, given
+    assert names(told, assigned(joined(feature.examples[0], row.words))) and names(told, [row.key, row.where or row.key]), told
+    alone = " ".join(word for word in words.split() if word.partition("=")[0] != row.key)
+    assert not any(_says(told, verdict(alone, engine)) for engine in ENGINES)
+
+
+@pytest.mark.parametrize("order", [str, reverse])
+@pytest.mark.parametrize(("feature", "row", "words", "told"), ROWS_WITHOUT, ids=_ids(ROWS_WITHOUT))
+def test_what_means_nothing_without_a_feature_is_refused(
+    feature: JobFeature, row: Exclusion, words: str, told: UserError, order: Callable[[str], str]
+) -> None:
+    error = verdict(order(words), "mpi")
+    assert str(error) == str(told) and names(told, [row.key])
+
+
+def _says(told: UserError, error: UserError | None) -> bool:
+    return error is not None and error.what == told.what
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.words)
+def test_each_feature_alone_is_accepted_by_an_engine(example: Example) -> None:
+    assert example.feature.on(configure(None, example.words.split()))
+    assert engines_of(example.words)
+
+
+def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both_orders_alike() -> None:
+    pairs, accepted, refused = all_pairs(), 0, 0
+    wrong = []
+    for pair in pairs:
+        error = refusal(pair)
+        backwards = refusal(Pair(pair.other, pair.one))
+        if str(error) != str(backwards):
+            wrong.append(f"{pair.name}: {error} / {backwards}")
+        elif error is None:
+            accepted += 1
+        else:
+            refused += 1
+            wrong += _unnamed(pair, error)
+    assert not wrong, "\n".join(wrong)
+    assert accepted > 1000 and refused > 400, (accepted, refused)
+
+
+def _unnamed(pair: Pair, error: UserError) -> list[str]:
+    """A message that names one feature alone: of the pair, or of an engine that takes each of the two."""
+    both = set(engines_of(pair.one.words)) & set(engines_of(pair.other.words))
+    errors = [error, *(found for engine in both if (found := verdict(pair.words, engine)))]
+    return [f"{pair.name}: {e}" for e in errors if not (names(e, pair.one.keys) and names(e, pair.other.keys))]
+
+
+def test_no_two_features_have_one_key_and_one_value() -> None:
+    words = [example.words for example in EXAMPLES]
+    assert len(words) == len(set(words)) > 60
 
 
 @pytest.mark.parametrize(
@@ -348,28 +286,6 @@ def test_train_check_and_plan_give_the_same_message(
     assert main(["check", *given]) == USER
     checked = capsys.readouterr().out
     assert what in checked and fix in checked and trained[1].removeprefix("  where: ") in checked
-
-
-@pytest.mark.parametrize("framework", ["numpy", "jax"])
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("speed.precision=bf16", "speed.precision=fp16", "speed.compile=default", "speed.channels_last=false", "data.resident=true"),
-        *(
-            "comm.compression=fp16",
-            "comm.local_steps=10",
-            "comm.device_memory=host",
-            "comm.tune=true",
-            "comm.reduce=bucket",
-            "norm.kind=ghost",
-        ),
-        "model.classifier_std=0.01",
-    ],
-)
-def test_only_torch_has_these_options(framework: str, word: str) -> None:
-    words = [f"framework={framework}", "model.name=linear", word]
-    with pytest.raises(UserError, match=re.escape(f"framework={framework} does not support {word}")):
-        refuse_conflicts(configure(None, words), "mpi", 2)
 
 
 @pytest.mark.parametrize(
