@@ -147,7 +147,7 @@ def rate(words: str, communicator: Any, steps: int) -> dict[str, Any]:
     seconds, sent = time.perf_counter() - began, sum(communicator.allgather_object(counting.nbytes - before))
     ages = trial.ages
     mean = sum(age * n for age, n in ages.items()) / max(1, ages.total())
-    weights = 4 * sum(piece.array.size for piece in trial.job.learner.pieces() if piece.name.startswith("p."))
+    weights = 4 * sum(piece.stop - piece.start for piece in trial.job.learner.pieces() if piece.name.startswith("p."))
     return {
         "updates_per_s": round(steps / seconds, 2),
         "staleness": round(mean, 2),

@@ -35,8 +35,8 @@ class WithExtra:
         self.is_sharded = learner.is_sharded
         self.extra: Arrays = {}
 
-    def state(self) -> Arrays:
-        return self._learner.state() | self.extra
+    def state(self, *, is_kept: bool = True) -> Arrays:
+        return self._learner.state(is_kept=is_kept) | self.extra
 
     def pieces(self) -> Iterator[Piece]:
         yield from self._learner.pieces()

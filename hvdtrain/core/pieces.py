@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,13 +78,18 @@ WHOLE = Cut()
 
 
 class Piece(NamedTuple):
-    """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C."""
+    """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C.
+
+    read() gives the numbers: of that shape where every rank has all of it, else (stop - start,). What lies in host memory is not copied,
+    and may change in the next step. What lies on a GPU is copied into memory that the next read() of any piece of the learner overwrites.
+    """
 
     name: str
     shape: tuple[int, ...]  # of the whole array
     start: int
     stop: int
-    array: np.ndarray  # of that shape where every rank has all of it, else (stop - start,)
+    dtype: np.dtype[Any]
+    read: Callable[[], np.ndarray]
     is_whole: bool  # every rank has all of it; the same on all ranks
     is_mine: bool = False  # of a part: whether this is the first rank that has it
     cut: Cut = WHOLE
@@ -96,13 +101,19 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
-        return math.prod(self.shape) * self.array.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def copied(self) -> Piece:
+        """The piece with a copy of its numbers, which nothing changes."""
+        array = self.read().copy()
+        return self._replace(read=lambda: array)
 
 
 def whole(name: str, array: np.ndarray) -> Piece:
-    return Piece(name, array.shape, 0, array.size, array, True)
+    """A piece of an array that every rank has, in host memory."""
+    return Piece(name, array.shape, 0, array.size, array.dtype, lambda: array, True)
 
 
 def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of which every rank has all, by name."""
-    return ((piece.name, piece.array) for piece in pieces if piece.is_whole)
+    """The arrays of which every rank has all, by name: each until the next one is asked for."""
+    return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)

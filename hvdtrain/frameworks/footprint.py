@@ -38,6 +38,7 @@ class Footprint(NamedTuple):
     inputs: int = 0  # samples of this step, and of those that are read ahead
     checkpoint: int = 0  # the copy that rank 0 writes while training goes on
     copies: int = 0  # of the newest sync point, of guard.lost
+    largest_array: int = 0  # that a rank copies: a weight, or its part of one; optimizer state has no larger ones
 
     @property
     def step(self) -> int:
@@ -54,9 +55,14 @@ class Footprint(NamedTuple):
         """The most of the rank, beyond the interpreter, the libraries and the data set."""
         return self.tensors + self.inputs + self.checkpoint + self.copies
 
+    @property
+    def staging(self) -> int:
+        """Page-locked memory on the host of a GPU, through which arrays come one by one: torch rounds it up to a power of two."""
+        return 1 << (self.largest_array - 1).bit_length() if self.largest_array else 0
+
     def named(self) -> dict[str, int]:
         """By kind, and the sums."""
-        return {**self._asdict(), "tensors": self.tensors, "total": self.total}
+        return {**self._asdict(), "tensors": self.tensors, "total": self.total, "staging": self.staging}
 
 
 class PlannedWork(NamedTuple):

@@ -89,15 +89,15 @@ class HasState(Protocol):
 
     is_sharded: bool  # this rank has only parts of some arrays of state()
 
-    def state(self) -> Arrays:
+    def state(self, *, is_kept: bool = True) -> Arrays:
         """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
 
         Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own. A collective where
-        the learner is_sharded.
+        the learner is_sharded. is_kept: false on a rank that only gives its parts of it: nothing is returned there.
         """
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank has of the arrays of state(), one by one: without a copy where they are in host memory, until the next step.
+        """What this rank has of the arrays of state(); nothing is copied before Piece.read(), which may be called until the next step.
 
         The names are the same on all ranks, in the same order.
         """

@@ -114,8 +114,8 @@ class NumpyLearner(Learner):
         outputs = self.views.mean(batch.batch, outputs_of, np)
         return Predictions(outputs, self._sums(outputs, batch, training=False))
 
-    def state(self) -> Arrays:
-        return {name: array.copy() for name, array in self._arrays()}
+    def state(self, *, is_kept: bool = True) -> Arrays:
+        return {name: array.copy() for name, array in self._arrays()} if is_kept else {}
 
     def pieces(self) -> Iterator[Piece]:
         return (whole(name, array) for name, array in self._arrays())

@@ -18,18 +18,26 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 
-def gather(communicator: Communicator, pieces: Iterable[Piece]) -> Arrays:
-    """A copy of every array, on every rank; `communicator` is of the ranks that have its parts. A collective where they have."""
+def gather(communicator: Communicator, pieces: Iterable[Piece], *, is_kept: bool = True) -> Arrays:
+    """A copy of every array, one after the other; `communicator` is of the ranks that have their parts. A collective where they have.
+
+    is_kept: false on a rank that only gives its parts: it returns nothing, and has one array at a time.
+    """
     pieces = list(pieces)
-    if all(piece.is_whole for piece in pieces):
-        return {piece.name: piece.array.copy() for piece in pieces}
-    of_ranks = communicator.allgather_object([list(piece.runs()) for piece in pieces])
-    return {
-        piece.name: piece.array.copy()
-        if piece.is_whole
-        else gather_one(communicator, piece.name, piece.shape, piece.array, [of_rank[i] for of_rank in of_ranks])
-        for i, piece in enumerate(pieces)
-    }
+    in_parts = any(not piece.is_whole for piece in pieces)
+    of_ranks = communicator.allgather_object([list(piece.runs()) for piece in pieces]) if in_parts else []
+
+    def copy_of(i: int, piece: Piece) -> np.ndarray:
+        if piece.is_whole:
+            return piece.read().copy()
+        return gather_one(communicator, piece.name, piece.shape, piece.read(), [of_rank[i] for of_rank in of_ranks])
+
+    if is_kept:
+        return {piece.name: copy_of(i, piece) for i, piece in enumerate(pieces)}
+    for i, piece in enumerate(pieces):
+        if not piece.is_whole:
+            copy_of(i, piece)
+    return {}
 
 
 def gather_one(

@@ -57,7 +57,7 @@ class Neighbours:
 
     def __init__(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
         """pieces: this rank's parts. A collective."""
-        self.arrays = [Array(piece.name, piece.shape, piece.array.dtype.str) for piece in pieces]
+        self.arrays = [Array(piece.name, piece.shape, piece.dtype.str) for piece in pieces]
         self._communicator, self._rank, self._size = communicator, communicator.rank, communicator.size
         self._messages: list[np.ndarray] = []  # under way
         away = distance(split_groups(communicator, 0).hosts)
@@ -80,7 +80,7 @@ class Neighbours:
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
         own, kept = memory.parts[self._rank], memory.parts[self._source]
         for view, piece in zip(own.views(self.arrays), pieces, strict=True):
-            np.copyto(view, piece.array)
+            np.copyto(view, piece.read())
         if kept is not own:
             self._swap(own.memory, kept.memory, "copy.parts")
         return memory._replace(number=number)

@@ -33,6 +33,15 @@ def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["advice"].startswith("shard.stage=0 fits in 8.0 GiB on 4 ranks, with ")
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_what_the_host_of_a_gpu_has(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of 3 P, with P of 4 x 4,000 x (64 + 1 + 10) + 40 bytes, and a buffer for the weights of 4,000 x 64."""
+    words = [*MLP, "model.widths=[4000]", f"speed.device={device}", "--memory", "--ranks", "1"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out.replace("\n  ", " ")
+    assert ("the copies, at most 3 MiB, are on its host" in out) == ("a page-locked buffer, too, of 1 MiB:" in out) == (device == "auto")
+
+
 def test_stage_3_of_torchdist_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     """Its groups are torch's own, which a prediction has none of."""
     assert main(["plan", *MLP, "comm.engine=torchdist", "--memory", "--ranks", "2", "--json", "-"]) == 0

@@ -110,6 +110,7 @@ def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     assert computed.step == pytest.approx(eight.step, rel=0.05)
     assert computed.evaluation == pytest.approx(eight.evaluation, rel=0.01)
     assert computed.checkpoint == pytest.approx(eight.checkpoint, rel=0.01) and min(computed) >= 0
+    assert computed.largest_array == eight.largest_array
 
 
 def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:
@@ -124,6 +125,8 @@ def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:
     assert (parts.weights, parts.gradients, parts.optimizer_state) == (4 * sizes, sizes + sizes % 4, 2 * (sizes + sizes % 4))
     assert parts.communication == 4 * sizes and whole.checkpoint == 12 * sizes
     assert parts.checkpoint == parts.weights + parts.optimizer_state
+    assert (whole.largest_array, parts.largest_array) == (4 * 500 * 500, 4 * 500 * 500)
+    assert whole.staging == 2**20, "torch takes page-locked memory in powers of two"
 
 
 def test_a_dense_part_over_ranks_is_predicted() -> None:

@@ -100,7 +100,7 @@ def test_ranks_make_the_steps_of_one_and_each_has_its_part_of_the_state() -> Non
         assert step(one, batches, Hyper(lr=0.1, momentum=0.9, weight_decay=0.02, batch=12, step=2)) == 1 / RANKS, "on both ranks"
         state = one.state()  # as before that step
         for name, piece in whole.items():
-            np.testing.assert_allclose(state[name], piece.array, rtol=1e-11, atol=1e-14, err_msg=name)
+            np.testing.assert_allclose(state[name], piece.read(), rtol=1e-11, atol=1e-14, err_msg=name)
         return found
 
     parts = []

@@ -29,7 +29,7 @@ from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.pieces import whole
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
 from hvdtrain.recipe.batch_size import resolve_batch_size
@@ -203,7 +203,7 @@ def checkpoint_of(size: int, run: Path) -> Counts:
     run.mkdir()
     name = files.unfinished_name(3, "0123456789abcdef")
     state = {"p.w": np.arange(1000.0), "s.w.0": np.arange(1000.0)}
-    pieces = [whole("p.w", state["p.w"]), Piece("s.w.0", (1000,), 0, 1000, state["s.w.0"], is_whole=False, is_mine=True)]
+    pieces = [whole("p.w", state["p.w"]), whole("s.w.0", state["s.w.0"])._replace(shape=(1000,), is_whole=False, is_mine=True)]
     parts = Parts(pieces, files.ARRAYS, files.file_of, 0)
     others = OtherWriters(parts, size, run / "checkpoints" / name)
     others.start()

@@ -11,7 +11,7 @@ import pytest
 from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.communicator import Buffer, Handle
-from hvdtrain.core.pieces import Piece
+from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.training.memory_copy import Held, Kept, newest
 from hvdtrain.training.neighbours import Array, Neighbours, Part, distance, wholes
 
@@ -45,12 +45,16 @@ def test_the_newest_sync_point_of_which_all_parts_are_there() -> None:
     assert newest([held(4), held(3)], in_parts=False) == 4
 
 
+def part_of_array(name: str, shape: tuple[int, ...], start: int, stop: int, numbers: np.ndarray) -> Piece:
+    return whole(name, numbers)._replace(shape=shape, start=start, stop=stop, is_whole=False)
+
+
 def test_the_numbers_of_a_part_lie_one_array_behind_the_other() -> None:
     arrays = [Array("s.a.0", (6,), "<f4"), Array("s.b.0", (2, 2), "<f8")]
-    pieces = [Piece("s.a.0", (6,), 1, 4, np.arange(3, dtype="<f4"), False), Piece("s.b.0", (2, 2), 3, 4, np.array([7.0]), False)]
+    pieces = [part_of_array("s.a.0", (6,), 1, 4, np.arange(3, dtype="<f4")), part_of_array("s.b.0", (2, 2), 3, 4, np.array([7.0]))]
     part = Part([list(piece.runs()) for piece in pieces], np.empty(24, np.uint8))  # 12 bytes, 4 of alignment, 8
     for view, piece in zip(part.views(arrays), pieces, strict=True):
-        view[:] = piece.array
+        view[:] = piece.read()
     assert [view.tolist() for view in part.views(arrays)] == [[0, 1, 2], [7]]
     assert part.memory[:12].view("<f4").tolist() == [0, 1, 2] and part.memory[16:].view("<f8").tolist() == [7]
 
@@ -87,7 +91,7 @@ def test_a_rank_asks_its_source_alone_where_its_parts_lie(size: int) -> None:
             place = owners.index(rank) if rank in owners else 0
             return (place * share, len(array) if rank == owners[-1] else (place + 1) * share) if rank in owners else (0, 0)
 
-        return [Piece(name, array.shape, *(at := span(array)), array[slice(*at)].copy(), False) for name, array in whole.items()]
+        return [part_of_array(name, array.shape, *(at := span(array)), array[slice(*at)].copy()) for name, array in whole.items()]
 
     def of_rank(ranks: ThreadRank) -> tuple[int, dict[int, list[list[float]]], bool]:
         communicator = Counted(ranks._ranks, ranks.rank)
@@ -101,6 +105,6 @@ def test_a_rank_asks_its_source_alone_where_its_parts_lie(size: int) -> None:
         return taken, found, all(np.array_equal(given[name], array) for name, array in whole.items())
 
     for rank, (taken, found, is_whole) in enumerate(in_threads(size, of_rank)):
-        assert found == {each: [piece.array.tolist() for piece in own(each)] for each in (rank, (rank - 1) % size)}
+        assert found == {each: [piece.read().tolist() for piece in own(each)] for each in (rank, (rank - 1) % size)}
         assert is_whole
         assert taken <= 24 * arrays + 16 + 200 * size, "a count and two ends of each array, and names of hosts"

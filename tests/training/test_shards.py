@@ -57,7 +57,8 @@ def pieces(rank: int, ranks: int, state: Arrays = STATE) -> list[Piece]:
     for name, array in state.items():
         if name in SHARDED:
             own = part_of(array.size, rank, ranks)
-            found.append(Piece(name, array.shape, own.start, own.stop, array.reshape(-1)[own], is_whole=False, is_mine=True))
+            part = whole(name, array.reshape(-1)[own])
+            found.append(part._replace(shape=array.shape, start=own.start, stop=own.stop, is_whole=False, is_mine=True))
         else:
             found.append(whole(name, array))
     return found
@@ -81,8 +82,8 @@ def test_a_cut_lies_in_stretches_of_the_whole() -> None:
 def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, several_hosts: bool) -> None:
     def columns(rank: int) -> list[Piece]:
         cut, name = Cut(1, 1, 5, rank), "s.body.weight.0"  # one column of five
-        part = cut.of(STATE[name]).reshape(-1)
-        column = Piece(name, STATE[name].shape, 0, part.size, part, is_whole=False, is_mine=True, cut=cut)
+        part = whole(name, cut.of(STATE[name]).reshape(-1))
+        column = part._replace(shape=STATE[name].shape, is_whole=False, is_mine=True, cut=cut)
         return [column if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
 
     def other(rank: int) -> None:
@@ -348,7 +349,8 @@ def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: P
     for rows in (2, 3000):
         run, name = tmp_path / str(rows), files.unfinished_name(3, "0123456789abcdef")
         cut, array = Cut(1, 1, 2, 1), np.arange(rows * 4.0).reshape(rows, 4)
-        column = Piece("s.w.0", array.shape, 0, 2 * rows, cut.of(array).reshape(-1), is_whole=False, is_mine=True, cut=cut)
+        part = whole("s.w.0", cut.of(array).reshape(-1))
+        column = part._replace(shape=array.shape, is_whole=False, is_mine=True, cut=cut)
         of_rank = Parts([column], files.ARRAYS, files.file_of, 1)
         with Folder.make(run, "checkpoints", name) as folder:
             WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)

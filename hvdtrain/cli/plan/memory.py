@@ -135,6 +135,7 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
             gradients=found.gradients - int(found.gradients * less),
             evaluation=found.evaluation - state - part,
             checkpoint=found.checkpoint - state - part,
+            largest_array=found.largest_array * ranks // wanted,
         )
     return found._replace(
         optimizer_state=found.optimizer_state - state,
@@ -166,6 +167,13 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         f"  peak: of tensors and copies; a rank needs {MARGIN:g} times that, and its libraries and data"
         + ("; largest: samples in a pass that fit" if limit else ""),
     ]
+    if plan.rows and plan.config.speed.device != "cpu":
+        copies = max(row.footprint.checkpoint + row.footprint.copies for row in plan.rows)
+        staging = max(row.footprint.staging for row in plan.rows)
+        lines += [
+            f"  on a GPU: the copies, at most {gib(copies)}, are on its host and not in its memory; there is a page-locked buffer, too,",
+            f"  of {gib(staging)}: arrays come to the host through it one by one, and it is as large as the largest",
+        ]
     if any(row.footprint.evaluation > row.footprint.step for row in plan.rows):
         lines.append("  *: the evaluation takes most: a smaller batch.evaluate takes less")
     return [*lines, *(["", f"  {sentence(plan)}"] if plan.rows else [])]

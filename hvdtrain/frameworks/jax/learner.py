@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, as_stream
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
@@ -22,7 +22,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
 from hvdtrain.frameworks.jax.phases import Phases
 from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas
-from hvdtrain.frameworks.jax.strategy import Replicated, Strategy
+from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
 from hvdtrain.frameworks.jax.update import Optimizer
 from hvdtrain.frameworks.jax.zero import Zero
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, global_weight
@@ -121,13 +121,13 @@ class JaxLearner(Learner):
             outputs = np.asarray(self._outputs(self.weights, batch))[: batch.n]
         return Predictions(outputs, self.evaluate(batch))
 
-    def state(self) -> Arrays:
-        return gather(self.communicator, self.pieces())
+    def state(self, *, is_kept: bool = True) -> Arrays:
+        return gather(self.communicator, self.pieces(), is_kept=is_kept)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from (whole(f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
+        yield from (whole_piece(f"p.{name}", p) for name, p in zip(self.model.names, self.weights, strict=True))
         for number, (name, state) in enumerate(zip(self.model.names, self._strategy.optimizer_state, strict=True)):
-            yield from (self._strategy.piece(f"s.{name}.{i}", number, np.asarray(array)) for i, array in enumerate(state))
+            yield from (self._strategy.piece(f"s.{name}.{i}", number, array) for i, array in enumerate(state))
 
     def state_dict_names(self) -> dict[str, str]:
         return plain_names(f"p.{name}" for name in self.model.names)
@@ -146,7 +146,7 @@ class JaxLearner(Learner):
     def _part_on_device(self, piece: Piece, array: np.ndarray) -> jax.Array:
         """This rank's part of a whole array; the caller keeps its memory."""
         part = array if piece.is_whole else np.asarray(array).reshape(-1)[piece.start : piece.stop]
-        return self.target.to_device(np.array(part, piece.array.dtype))
+        return self.target.to_device(np.array(part, piece.dtype))
 
     def describe(self) -> str:
         device = f"{self.target.device.platform}:{self.target.device.id}"

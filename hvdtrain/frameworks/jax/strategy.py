@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.phases import Phases
@@ -56,7 +57,7 @@ class Strategy(Protocol):
     def put_together(self, parts: Weights) -> Weights:
         """Whole arrays from those of the optimizer state, one for each parameter. May be a collective."""
 
-    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
+    def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
         """What this rank has of an array of the optimizer state of a parameter, as an array of the state called `name`."""
 
 
@@ -109,8 +110,13 @@ class Replicated:
     def put_together(self, parts: Weights) -> Weights:
         return parts
 
-    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
-        return whole(name, array)
+    def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
+        return whole_piece(name, array)
+
+
+def whole_piece(name: str, array: jax.Array) -> Piece:
+    """A piece of an array that every rank has; of a GPU's JAX keeps the host copy as long as the array."""
+    return Piece(name, array.shape, 0, array.size, np.dtype(array.dtype), functools.partial(np.asarray, array), True)
 
 
 def start_state(optimizer: Optimizer, weights: list[np.ndarray], target: Target) -> OptimizerState:

@@ -13,13 +13,13 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.phases import Phases
 from hvdtrain.frameworks.jax.shard_update import Cut, ShardUpdate
 from hvdtrain.frameworks.jax.step import Weights
-from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state
+from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
 from hvdtrain.frameworks.jax.update import Optimizer
 
 
@@ -79,11 +79,11 @@ class Zero:
         with self._target.enable_x64():
             return self._spread(jnp.concatenate([part.reshape(-1) for part in parts]))
 
-    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
-        own = self._cut.ranges[parameter]
+    def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
+        own, found = self._cut.ranges[parameter], whole_piece(name, array)
         if array.ndim == 0:  # a number for the parameter, which every rank has
-            return whole(name, array)
-        return Piece(name, self._cut.shapes[parameter], own.start, own.stop, array, is_whole=False, is_mine=True)
+            return found
+        return found._replace(shape=self._cut.shapes[parameter], start=own.start, stop=own.stop, is_whole=False, is_mine=True)
 
     def _reduce(self, row: jax.Array | None) -> None:
         """Adds this rank's part of the sum over ranks of a gradient."""

@@ -225,8 +225,8 @@ class TorchLearner(Learner):
             )
         return found[: len(prompts)].cpu().numpy()
 
-    def state(self) -> Arrays:
-        return gather(self.mesh.parts, self.pieces())
+    def state(self, *, is_kept: bool = True) -> Arrays:
+        return gather(self.mesh.parts, self.pieces(), is_kept=is_kept)
 
     def weights(self) -> Arrays:
         """Copies of weights and buffers by the names of the model's state dict, as evaluations have them: averages with optim.ema.

@@ -145,6 +145,7 @@ def _count(
         inputs=sample * step.samples * (1 + step.ahead),
         checkpoint=state * step.writes_checkpoints,
         copies=copies_bytes(learner) if config.keeps_copies and ranks > 1 else 0,
+        largest_array=max(t.nbytes for t in state_tensors(learner)),
     )
     updated = sum(p.nbytes for p in learner.updated)
     return PlannedWork(footprint, float(live.counter.flops), float(live.touched_bytes), updated, len(micro), of_step)
@@ -173,11 +174,16 @@ def mark(learner: TorchLearner, live: LiveStorages) -> None:
 
 
 def state_bytes(learner: TorchLearner) -> int:
-    """Bytes of what rank 0 copies for a checkpoint: the weights, or its part of them, and its part of the optimizer's state."""
+    """Bytes of what rank 0 copies for a checkpoint."""
+    return sum(t.nbytes for t in state_tensors(learner))
+
+
+def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
+    """The weights, or the rank's part of them, and its part of the optimizer's state."""
     weights = [learner.strategy.part(p).parameter for p in learner.model.parameters()]
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-    return sum(t.nbytes for t in [*weights, *learner.model.buffers(), *tensors])
+    return [*weights, *learner.model.buffers(), *tensors]
 
 
 def copies_bytes(learner: TorchLearner) -> int:

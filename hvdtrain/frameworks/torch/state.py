@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,12 +10,13 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays, ArrayStream, as_stream
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.pieces import Piece
 from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy
 from hvdtrain.frameworks.torch.precision import Scale, load_loss_scale, without_loss_scale
+from hvdtrain.frameworks.torch.staging import Staging, numpy_type
 
 
 class LearnerState:
@@ -32,20 +34,27 @@ class LearnerState:
         self._is_first_replica = is_first_replica
         self._model, self._optimizer, self._scale, self._strategy = model, optimizer, scale, strategy
         self._parameters = dict(model.named_parameters())  # of shard.stage=3: during a pass the model has others
+        self._staging = Staging()
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces of the state: Learner.pieces()."""
         shards = {f"s.{name}": shard for name, shard in self._trained()}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         in_parts = {name: shard for name, shard in (held | shards).items() if not shard.is_whole}
-        for name, tensor in self.tensors().items():
-            array = tensor.detach().cpu().numpy()
+        tensors = self.tensors()
+        self._staging.expect(tensors.values())
+        for name, tensor in tensors.items():
+            dtype, read = numpy_type(tensor.dtype), functools.partial(self._staging.read, tensor)
             shard = (in_parts.get(name) or in_parts.get(name.rpartition(".")[0])) if in_parts else None
-            if shard is not None and array.shape == shard.parameter.shape:
+            if shard is not None and tensor.shape == shard.parameter.shape:
                 is_mine = self._is_first_replica and shard.is_mine
-                yield Piece(name, shard.shape, shard.start, shard.stop, array.reshape(-1), False, is_mine, shard.cut)
+                flat = functools.partial(self._read_flat, tensor)
+                yield Piece(name, shard.shape, shard.start, shard.stop, dtype, flat, False, is_mine, shard.cut)
             else:
-                yield whole(name, array)
+                yield Piece(name, tuple(tensor.shape), 0, tensor.numel(), dtype, read, True)
+
+    def _read_flat(self, tensor: torch.Tensor) -> np.ndarray:
+        return self._staging.read(tensor).reshape(-1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every live tensor that a resume needs, by the names of Learner.state(); of what is cut this rank's part."""
@@ -103,8 +112,10 @@ class LearnerState:
         for name, arrays in states.items():
             if stream.is_partial:  # of a parameter it may have the number, and not the array of which ranks have parts
                 own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
-                arrays.update({key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays})
-            rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
+                missing = {key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays}  # of one parameter at a time
+                rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays | missing)
+            else:
+                rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
 
     def _trained(self) -> list[tuple[str, Shard]]:
         return [(name, self._strategy.shard(p)) for name, p in self._parameters.items() if p.requires_grad]

@@ -108,7 +108,7 @@ class Checkpoints:
         if self._disk_is_shared is None:
             self._disk_is_shared = self._see_one_disk()
         if not self._disk_is_shared:
-            state = self._learner.state()  # whole, in the memory of every rank
+            state = self._learner.state(is_kept=self.saver is not None)
             if self.saver:
                 self.saver.save(now, Saved(state, self._learner.state_dict_names()))
             return
@@ -152,7 +152,7 @@ class Checkpoints:
             if blind:
                 warn(
                     f"rank {blind[0]} on {self._hosts[blind[0]]} does not see the run folder {self.run} of rank 0: for each checkpoint "
-                    "every rank gathers the whole training state in its memory; give run= a folder that all hosts share"
+                    "rank 0 gathers the whole training state in its memory; give run= a folder that all hosts share"
                 )
         return not blind
 

@@ -50,7 +50,7 @@ class Layout:
         self._file_of = file_of
         self.names = [piece.name for piece in pieces]
         for file in files:
-            ordered = in_order({p.name: np.broadcast_to(np.empty((), p.array.dtype), p.shape) for p in pieces if file_of(p.name) == file})
+            ordered = in_order({p.name: np.broadcast_to(np.empty((), p.dtype), p.shape) for p in pieces if file_of(p.name) == file})
             self.headers[file] = make_header(ordered)
             end = len(self.headers[file])
             for name, array in ordered.items():
@@ -66,7 +66,7 @@ class Layout:
 
     def places(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
         """Where the bytes of each stretch of a piece begin in its file, and the bytes."""
-        data, size, done = to_bytes(piece.array), piece.array.itemsize, 0
+        data, size, done = to_bytes(piece.read()), piece.dtype.itemsize, 0
         for first, behind in piece.runs():
             length = (behind - first) * size
             yield self._begins[piece.name] + first * size, data[done : done + length]
@@ -82,12 +82,12 @@ class Parts:
         """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
         self.rank, self.several_hosts = rank, several_hosts
         self.layout = Layout(pieces, files, file_of)
-        self._own = [piece._replace(array=piece.array.copy()) for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
+        self._own = [piece.copied() for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
 
     def check_finite(self) -> None:
         """Raises Diverged where a weight or optimizer state is not finite."""
         for piece in self._own:
-            if not piece.name.startswith("b.") and piece.array.dtype.kind == "f" and not np.isfinite(piece.array).all():
+            if not piece.name.startswith("b.") and piece.dtype.kind == "f" and not np.isfinite(piece.read()).all():
                 raise Diverged(f"{piece.name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
 
     def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.digest import combine, digests
-from hvdtrain.core.pieces import whole_arrays
+from hvdtrain.core.pieces import Piece, whole, whole_arrays
 from hvdtrain.frameworks.learner import HasState
 
 
@@ -31,14 +31,14 @@ def broadcast_state(
 
     Raises RuntimeError where digests differ after that.
     """
-    state, is_partial = restored, only_weights
     if restored is None:
-        state, is_partial = dict(whole_arrays(learner.pieces())), learner.is_sharded
-    assert state is not None
-    own = (is_partial, [(n, a.shape, a.dtype.str) for n, a in state.items()]) if communicator.rank == 0 else None
+        pieces, is_partial = [piece for piece in learner.pieces() if piece.is_whole], learner.is_sharded
+    else:
+        pieces, is_partial = [whole(name, array) for name, array in restored.items()], only_weights
+    own = (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces]) if communicator.rank == 0 else None
     is_partial, schema = communicator.broadcast_object(own)  # only rank 0 knows whether what comes is all
     loads_its_own = restored is None and communicator.rank == 0
-    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, state, on_array), is_partial)
+    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, pieces, on_array), is_partial)
     if loads_its_own:
         for _ in stream.arrays:
             pass
@@ -51,10 +51,10 @@ def broadcast_state(
 
 
 def _broadcast(
-    communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: Arrays, on_array: Callable[[], None]
+    communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: list[Piece], on_array: Callable[[], None]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy while it is sent."""
-    for name, shape, dtype in schema:
-        array = np.require(own[name], requirements=["C", "W"]).reshape(shape) if communicator.rank == 0 else np.zeros(shape, dtype)
+    for i, (name, shape, dtype) in enumerate(schema):
+        array = np.require(own[i].read(), requirements=["C", "W"]).reshape(shape) if communicator.rank == 0 else np.zeros(shape, dtype)
         yield name, communicator.broadcast(array, f"state.{name}")
         on_array()

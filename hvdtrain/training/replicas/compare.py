@@ -64,7 +64,7 @@ def digest_tables(pieces: Iterable[Piece]) -> DigestTables:
             if not piece.is_whole:
                 name = f"{piece.name}{_part(piece)}"
                 names_of_parts.add(name)
-            yield name, piece.array
+            yield name, piece.read()
 
     found = digests(arrays())
     whole = {name: number for name, number in found.items() if name not in names_of_parts}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
-from hvdtrain.core.updates import MOST_STALE, Update
+from hvdtrain.core.updates import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
 
 NAME = "updates.bin"

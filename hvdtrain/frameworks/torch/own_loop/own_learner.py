@@ -227,8 +227,8 @@ class OwnLearner:
         self._show_weights_to_evaluate()
         self.buffers.sync_buffers(communicator)
 
-    def state(self) -> Arrays:
-        return gather(self.mesh.parts, self.pieces())
+    def state(self, *, is_kept: bool = True) -> Arrays:
+        return gather(self.mesh.parts, self.pieces(), is_kept=is_kept)
 
     def pieces(self) -> Iterator[Piece]:
         self._show_weights_to_evaluate()
