@@ -19,7 +19,7 @@ GpuKind = Literal["cuda", "rocm"]
 
 
 class _Switch(NamedTuple):
-    """Of a library that takes GPU memory only where a variable says so, whatever it was built for."""
+    """The variable of a library that takes GPU memory only where a variable says so, whatever it was built for."""
 
     variables: tuple[str, ...]
     is_enough: bool  # the library ends at its start where it cannot do what the variable says
@@ -67,7 +67,7 @@ def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: Gp
 
 
 class Choice(NamedTuple):
-    """The same on all ranks."""
+    """What all ranks have chosen."""
 
     way: Way | None  # None: no rank computes on a GPU
     note: str  # a line for the user; empty where there is nothing to say
@@ -140,11 +140,11 @@ class DeviceArray:
         return self._like(self.tensor.view(*shape))
 
     def as_unsigned(self) -> DeviceArray:
-        """The same memory, for collectives that only move it."""
+        """A view of the same memory, for collectives that only move it."""
         return DeviceArray(self.tensor, self._settle, f"uint{8 * self.itemsize}")
 
     def empty(self, *shape: int) -> DeviceArray:
-        """Of the same type."""
+        """New memory of the same type."""
         return self._like(self.tensor.new_empty(shape))
 
     def _like(self, tensor: Any) -> DeviceArray:
@@ -159,5 +159,5 @@ class DeviceArray:
 
 
 def gpu_kind() -> GpuKind:
-    """Of the torch that is imported."""
+    """The kind of GPU of the torch that is imported."""
     return "rocm" if sys.modules["torch"].version.hip else "cuda"

@@ -297,7 +297,7 @@ class MpiCommunicator:
         return gathered
 
     def _message(self, array: Sent, counts: list[int] | None = None) -> Any:
-        """As mpi4py takes it. counts: elements of each rank's part."""
+        """What mpi4py takes as a message. counts: elements of each rank's part."""
         if isinstance(array, DeviceArray):
             buffer, count, kind = array.message(self._mpi)
             return [buffer, count if counts is None else counts, kind]

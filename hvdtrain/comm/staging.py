@@ -19,7 +19,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Ways:
-    """Of one communicator, whose collectives take tensors on GPUs."""
+    """The ways of one communicator, whose collectives take tensors on GPUs."""
 
     def __init__(self, gpus: Cuda, way: Way) -> None:
         self._gpus, self._way = gpus, way

@@ -249,7 +249,7 @@ class ArraySource:
 
 
 def digest_of_labels(y: np.ndarray) -> str:
-    """Of integers (n,), the same for any type: 0.02 s for ten million labels."""
+    """A digest of integers (n,), the same for any type: 0.02 s for ten million labels."""
     return digest_as("<i8", "y", y)
 
 
@@ -264,7 +264,7 @@ def first_outside(y: np.ndarray, classes: int) -> int | None:
 
 
 def read_labels(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Those of some samples, as a batch has them: int64. All of them are kept in the type that the data have."""
+    """The labels of some samples, as a batch has them: int64. All of them are kept in the type that the data have."""
     return y[indices].astype(np.int64, copy=False)
 
 

@@ -127,7 +127,7 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages:
-    """The same of labelled images; without indices all of them, of which at most 2,000 are read for mean and deviation."""
+    """A subset of labelled images; without indices all of them, of which at most 2,000 are read for mean and deviation."""
 
     source: LabelledImages
     indices: np.ndarray | None

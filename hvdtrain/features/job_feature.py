@@ -121,7 +121,7 @@ class JobFeature:
 
 
 def always(config: Config) -> bool:
-    """Of rules that every job has."""
+    """The feature of rules that every job has."""
     return True
 
 
@@ -132,7 +132,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """As a user writes it: true, null."""
+    """A value as a user writes it: true, null."""
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else f"{value}"
 
 

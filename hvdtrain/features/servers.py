@@ -27,7 +27,7 @@ def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _is_new_without(config: Config) -> bool:
-    """Of a job that does not go on from a run, whose config.yaml may have what it goes on without."""
+    """Whether a job does not go on from a run, whose config.yaml may have what it goes on without."""
     return not config.servers.count and config.resume in ("auto", "no")
 
 

@@ -39,7 +39,7 @@ def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
 
 
 def refuse_before_connecting(config: Config, place: Placement) -> None:
-    """As refuse_conflicts(), before the engine starts, where this process knows the number of ranks and the whole configuration.
+    """Calls refuse_conflicts() before the engine starts, where this process knows the number of ranks and the whole configuration.
 
     It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0 alone reads.
     """
@@ -49,7 +49,7 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
 
 
 def refuse_on_every_engine(config: Config, ranks: int) -> None:
-    """As refuse_conflicts(), where the launcher is not known: raises UserError where no engine that comm.engine allows fits."""
+    """Calls refuse_conflicts() where the launcher is not known: raises UserError where no engine that comm.engine allows fits."""
     errors = []
     for engine in possible_engines(config.comm.engine, ranks):
         try:

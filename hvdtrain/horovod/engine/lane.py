@@ -127,7 +127,7 @@ class Lane:
             self._callers.go_on()
 
     def result(self, request: Request) -> Any:
-        """Of a request that is done. On a GPU it is there for what the present streams of this thread are given from now on."""
+        """The result of a request that is done. On a GPU it is there for what the present streams of this thread are given from now on."""
         self._streams.receive(request)
         return request.result
 

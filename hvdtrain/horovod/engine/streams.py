@@ -16,7 +16,7 @@ from hvdtrain.horovod.engine.requests import Request
 
 
 class Streams:
-    """Of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other."""
+    """The streams of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other."""
 
     def __init__(self, gpus: Cuda | None = None) -> None:
         self._gpus = gpus or Cuda()

@@ -17,7 +17,7 @@ _MODULUS = 2**64
 
 
 class ByteSum(NamedTuple):
-    """Of stretches of a file. The file is covered, each byte once, where the sum of all stretches has the edges of the whole.
+    """Sums over stretches of a file. The file is covered, each byte once, where the sum of all stretches has the edges of the whole.
 
     value: the 32-bit words of the file, low byte first, each times a random number of its place, modulo 2**64: multilinear hashing
     (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Of other bytes it is another one but for one chance in 2**32.
@@ -51,7 +51,7 @@ def _value(begin: int, data: memoryview) -> int:
 
 
 def _value_in_span(offset: int, data: memoryview) -> int:
-    """Of bytes that begin `offset` bytes behind the first of a span; words that they fill in part are filled up with zeros."""
+    """The value of bytes that begin `offset` bytes behind the first of a span; words that they fill in part are filled up with zeros."""
     first, lead = divmod(offset, _WORD_BYTES)
     words = np.zeros(-(-(lead + len(data)) // _WORD_BYTES), "<u4")
     words.view(np.uint8)[lead : lead + len(data)] = data
@@ -60,7 +60,7 @@ def _value_in_span(offset: int, data: memoryview) -> int:
 
 @functools.cache
 def _random_words() -> np.ndarray:
-    """The same in each process: raw numbers of a counter."""
+    """Raw numbers of a counter, the same in each process."""
     return np.random.Philox(key=0).random_raw(_SPAN_BYTES // _WORD_BYTES)
 
 

@@ -85,7 +85,7 @@ class Checkpoints:
             self.saver.save(now, self._learner)
 
     def save_if_due(self, now: TrainState) -> None:
-        """The same, where due() chose this step, or where this step was just evaluated."""
+        """Saves a checkpoint where due() chose this step, or where this step was just evaluated."""
         expected, self._expected = self._expected, False
         if expected or now.evaluated == now.progress.step:
             self._wait_for_the_write_before()
@@ -157,7 +157,7 @@ class Checkpoints:
         return not blind
 
     def _stop_writing(self, grace_s: float = 0.0) -> None:
-        """Of a rank other than 0: waits until rank 0 needs it no more, or after grace_s nobody needs a part that has not begun."""
+        """Waits, on a rank other than 0, until rank 0 needs it no more, or after grace_s nobody needs a part that has not begun."""
         if self._thread is not None:
             self._thread.join(grace_s)
             self._over.set()

@@ -23,7 +23,7 @@ def sums_of(file: str) -> str:
 
 
 def count_chunks(size: int) -> int:
-    """Of a file of so many bytes."""
+    """The chunks of a file of so many bytes."""
     return -(-size // CHUNK_BYTES)
 
 
