@@ -17,7 +17,9 @@ from hvdtrain.cli.export.read import metadata, model_state
 from hvdtrain.cli.export.read import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.digest import digest
+from hvdtrain.core.pieces import whole
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner
@@ -25,7 +27,9 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.chunks import CHUNK_BYTES, as_text, sums_of
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
+from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}
@@ -52,8 +56,8 @@ VALUES = (
 
 
 @functools.cache
-def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
-    """A small one, and the files of a checkpoint of it."""
+def job() -> tuple[Learner, Recipe, dict[bool, dict[str, bytes]]]:
+    """A small one, and the files of a checkpoint of it: with a checksum of each array file, or of its chunks."""
     config = configure(
         None,
         ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
@@ -62,29 +66,45 @@ def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
     return learner, build_recipe(config, 50, None), {}
 
 
-def good_files(home: Path) -> dict[str, bytes]:
+def good_files(home: Path, by_chunks: bool) -> dict[str, bytes]:
     learner, _, kept = job()
-    if not kept:
-        (home / "first").mkdir()
-        folder = files.write(home / "first", TrainState(Progress(50, 500, 3, 192)), learner.state(), IDENTITY, {"a.b": "p.fc.bias"})
-        kept |= {path.name: path.read_bytes() for path in folder.iterdir()}
-    return kept
+    if by_chunks not in kept:
+        run = home / f"first {by_chunks}"
+        run.mkdir()
+        state: Arrays | WrittenByAll = learner.state()
+        if by_chunks:
+            parts = Parts([whole(name, array) for name, array in learner.state().items()], files.ARRAYS, files.file_of, 0)
+            state = WrittenByAll(parts, [], ["n1"], files.unfinished_name(3, "0123456789abcdef"))
+        folder = files.write(run, TrainState(Progress(50, 500, 3, 192)), state, IDENTITY, {"a.b": "p.fc.bias"})
+        kept[by_chunks] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return kept[by_chunks]
+
+
+def checksums_that_fit(there: dict[str, bytes], by_chunks: bool) -> dict[str, bytes]:
+    """The files, with checksums of what is in them."""
+    if by_chunks:
+        data = {sums_of(name): [there[name][i : i + CHUNK_BYTES] for i in range(0, len(there[name]), CHUNK_BYTES)] for name in files.ARRAYS}
+        there |= {name: as_text(hashlib.sha256(chunk).hexdigest() for chunk in chunks).encode() for name, chunks in data.items()}
+    without = ("SHA256SUMS", *(files.ARRAYS if by_chunks else ()))
+    sums = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in there.items() if name not in without]
+    return there | {"SHA256SUMS": "".join(sums).encode()}
 
 
 def read_checkpoint(rng: Generator, home: Path) -> Callable[[], None]:
     """One or two files of a checkpoint harmed; half of the time its checksums are made to fit."""
-    there = dict(good_files(home))
+    by_chunks = chance(rng, 0.5)
+    good = good_files(home, by_chunks)
+    there = dict(good)
     for _ in range(int(rng.integers(1, 3))):
         name = pick(rng, tuple(there))
         if chance(rng, 0.5):
             there[name] = mutated(rng, there[name])
         elif name.endswith(".json"):
-            there[name] = json.dumps(harmed(rng, json.loads(good_files(home)[name]))).encode()
+            there[name] = json.dumps(harmed(rng, json.loads(good[name]))).encode()
         elif name.endswith(".safetensors"):
-            there[name] = other_header(rng, good_files(home)[name])
+            there[name] = other_header(rng, good[name])
     if chance(rng, 0.8):
-        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in there.items() if name != "SHA256SUMS"]
-        there["SHA256SUMS"] = "".join(sums).encode()
+        there = checksums_that_fit(there, by_chunks)
     folder = home / "run" / "checkpoints" / pick(rng, ("step-00000003", "step-3", "step-99999999999999999999", "step-\u0663"))
     folder.mkdir(parents=True)
     for name, data in there.items():

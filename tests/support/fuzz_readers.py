@@ -121,6 +121,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:  # python tests/support/fuzz_readers.py READER SEED NUMBER
         again(*sys.argv[1:])
         sys.exit()
-    fuzz_images.sound_images(), fuzz_images.image_bombs(), fuzz_checkpoint.good_files(Path(tempfile.mkdtemp()))  # before memory is counted
+    fuzz_images.sound_images(), fuzz_images.image_bombs()  # before memory is counted
+    for by_chunks in (False, True):
+        fuzz_checkpoint.good_files(Path(tempfile.mkdtemp()), by_chunks)
     PIL.Image.init()
     fuzzing.child(json.loads(sys.argv[1]), READERS)
