@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+from collections.abc import Callable, Iterator
 
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure, to_yaml
-from hvdtrain.core.lasting_imports import lasting_imports
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.system_limits import check_limits
 
@@ -62,3 +64,28 @@ def _take_option(arguments: list[str], option: str, example: str) -> tuple[str |
                 raise UserError(f"{option} needs a value", "command line", f"{option} {example}")
             return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
     return None, arguments
+
+
+@contextlib.contextmanager
+def lasting_imports() -> Iterator[Callable[[], None]]:
+    """No search for garbage until the function that it yields is called, and none ever in what was made until then.
+
+    They took a third of the processor time of a job of one step, most of it at the end of the interpreter (docs/performance.md, Start).
+    For a process of our own: objects of a script's could be garbage that is never freed.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+
+    def imported() -> None:
+        gc.freeze()
+        _enable(was_enabled)
+
+    try:
+        yield imported
+    finally:
+        _enable(was_enabled)
+
+
+def _enable(was_enabled: bool) -> None:
+    if was_enabled:
+        gc.enable()

@@ -21,7 +21,6 @@ from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Ha
 from hvdtrain.comm.device_memory import DeviceArray, Way, Wish, ask, choose, gpu_kind
 from hvdtrain.comm.exchange.mpi import MpiExchange
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.half_sums import HALF_TYPES, sum_function
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.comm.split import split_groups
@@ -32,6 +31,7 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:  # torch
     from hvdtrain.comm.cuda import Cuda
     from hvdtrain.comm.staging import Ways
+import importlib
 
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
@@ -142,7 +142,7 @@ _HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, of which mpi4py has 3
 
 
 class MpiCommunicator:
-    """Works in place on the memory of x where it can. Sums of float16 and bfloat16, which MPI does not have, are those of half_sums.py.
+    """Works in place on the memory of x where it can. Sums of float16 and bfloat16, which MPI does not have, are computed by torch.
 
     Other reductions of float16 (min, max, reduce_scatter) go through float32 and are cast back.
     """
@@ -543,3 +543,18 @@ def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
         with np.errstate(over="ignore"):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
             array[...] = operand
     return x
+
+
+HALF_TYPES = ("float16", "bfloat16")
+
+
+def sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
+    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for integers. Each addition rounds."""
+    torch = importlib.import_module("torch")
+    half_type = getattr(torch, dtype)
+
+    def add(a: Any, b: Any, _: Any) -> None:
+        if len(b):
+            torch.frombuffer(b, dtype=half_type).add_(torch.frombuffer(bytearray(a) if a.readonly else a, dtype=half_type))
+
+    return add

@@ -1,4 +1,4 @@
-"""Words of other tools, and of former versions, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
+"""Words of other tools, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
 
 from __future__ import annotations
 
@@ -107,12 +107,7 @@ KEYS = {
     "warmup_min_lr": "recipe.warmup_from",
     "total_num_steps": "stop.steps",
     "steps_per_print": "log.every_steps",
-    # former versions
-    "frame": "framework",
-    "stop.target_accuracy": "stop.target",
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_tokens"), "recipe.warmup"),
-    "comm.every": "comm.local_steps",
-    "comm.wire": "comm.compression",
 }
 
 # word -> how the thing is set, where no key sets it
@@ -191,7 +186,7 @@ VALUES: dict[str, dict[str, str]] = {
         "none": "single",
     },
     "comm.reduce": {"buckets": "bucket", **dict.fromkeys(("horovod", "hvd", "distributedoptimizer"), "distributed_optimizer")},
-    "comm.compression": {**dict.fromkeys(("half", "float16"), "fp16"), "bfloat16": "bf16", "same": "none"},
+    "comm.compression": {**dict.fromkeys(("half", "float16"), "fp16"), "bfloat16": "bf16"},
     "comm.op": dict.fromkeys(("average", "avg"), "mean"),
     "speed.precision": {
         **dict.fromkeys(("float32", "float", "single", "32"), "fp32"),

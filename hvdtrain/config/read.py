@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from hvdtrain.config.former_keys import current_keys
 from hvdtrain.config.given import go_on, is_object
 from hvdtrain.config.known_keys import fix_of_argument, fix_of_key
 from hvdtrain.config.plugins import of_a_script
@@ -219,11 +218,7 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
         except OSError as error:  # with the whole path
             raise OSError(error.errno, error.strerror, path) from None
 
-    recorded = list(read_file(str(run / "config.yaml"), read))
-    renamed = current_keys({assignment.key: assignment.value for assignment in recorded})
-    for key, value, origin in recorded:
-        for name, current in renamed.get(key, {key: value}).items():
-            yield Assignment(name, current, origin)
+    yield from read_file(str(run / "config.yaml"), read)
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:

@@ -15,13 +15,13 @@ from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.context import own_events
-from hvdtrain.context.different_calls import different_calls
 from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, evaluated, restore
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import Order, SampleStream, check_batch, checked_source, rows_of
 from hvdtrain.context.sync_points import SyncPoints
 from hvdtrain.core.metrics import Better, Sums
+from hvdtrain.core.own_line import own_frame
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
@@ -459,3 +459,16 @@ class Context:
 
 def _of_order(order: Order) -> str:
     return f"{order.dataset:,} samples with seed={order.seed}, {order.sampling} sampling"
+
+
+_OTHER_SIZE = ("MPI_ERR_TRUNCATE", "message truncated", "op.preamble.length <= op.nbytes")  # of MPI libraries and of Gloo
+
+
+def different_calls(error: BaseException) -> UserError | None:
+    """Where a message from another rank is larger than the one that this rank's call waits for; None for another error."""
+    if isinstance(error, UserError) or not any(text in str(error) for text in _OTHER_SIZE):
+        return None
+    frame = own_frame(error)
+    where = "a call of the context" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
+    fix = "the same calls of ctx on every rank: none under `if ctx.rank == 0`, no break or continue on one rank alone"
+    return UserError("ranks make different calls: another rank is not in the one that this rank is in", where, fix)

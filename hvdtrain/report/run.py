@@ -169,20 +169,8 @@ def _parse(line: bytes) -> Iterator[Fields]:
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             continue
         if isinstance(event, dict) and isinstance(event.get("kind"), str) and _has_time_and_step(event) and _is_flat(event, _MOST_DEPTH):
-            yield _renamed(event)
+            yield event
         return
-
-
-_FORMER_NAMES = {"images_per_s": "samples_per_s", "joules_per_image": "joules_per_sample"}  # of schema 1
-_FORMER_TOTALS = {"images": "samples"}  # the same, of a target and of the end
-
-
-def _renamed(event: Fields) -> Fields:
-    """An event of schema 1 with the names of schema 2."""
-    names = _FORMER_NAMES | (_FORMER_TOTALS if event["kind"] in ("target", "end", "stop") else {})
-    if not names.keys() & event.keys():
-        return event
-    return {new: value for name, value in event.items() if (new := names.get(name, name)) == name or new not in event}
 
 
 def _last_event(line: bytes) -> bytes:

@@ -78,7 +78,6 @@ def is_right(*arguments: str) -> bool:
         (["data.name=x.CSV"], "data.name=mydata:load, where load() in mydata.py is yours and reads x.CSV"),
         (["x.csv"], "write data.name=mydata:load, where load() in mydata.py is yours and reads x.csv"),
         (["data.name=book.txt"], "data.name=text data.root=book.txt"),
-        (["optim.name=torch.optim.RMSprop", "comm.wire=same"], "did you mean comm.compression=none?"),
     ],
 )
 def test_words_that_people_try(arguments: list[str], fix: str) -> None:

@@ -88,9 +88,6 @@ def test_values_of_options_are_printed_as_they_are_read(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("old", "fix"),
     [
-        ("frame=jax", "did you mean framework?"),
-        ("comm.every=3", "did you mean comm.local_steps?"),
-        ("comm.wire=same", "did you mean comm.compression=none?"),
         ("log.sinks=[wandb]", "did you mean log.trackers?"),
     ],
 )
@@ -375,23 +372,6 @@ def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this program has no class Net") as caught:
         load_dotted("__main__:Net", "model.name")
     assert caught.value.fix == fix
-
-
-@pytest.mark.parametrize(
-    ("recorded", "words"),
-    [
-        ("warmup: gradual\n  warmup_epochs: 5.0\n  warmup_steps: 0\n  warmup_tokens: 0", ["recipe.warmup=5"]),
-        ("warmup: constant\n  warmup_epochs: 0.0\n  warmup_steps: 500", ["recipe.warmup=500 steps", "recipe.warmup_kind=constant"]),
-        ("warmup: none\n  warmup_epochs: 5.0", []),
-        ("warmup: 0\nstop:\n  target: 0.5\n  patience: 3", ["stop.target=0.5", "stop.target_for=3"]),
-        ("warmup: 0\nstop:\n  patience: 3\n  target_for: 2", ["stop.patience=3", "stop.target_for=2"]),
-        ("warmup: 2e8 tokens\n  warmup_kind: gradual", ["recipe.warmup=2e8 tokens"]),
-        ("chain:\n  - {kind: cosine, epochs: 5.0}\n  - {kind: constant, epochs: null}", ["recipe.chain=[{kind: cosine, length: 5},{}]"]),
-    ],
-)
-def test_a_run_of_a_former_version_is_read(tmp_path: Path, recorded: str, words: list[str]) -> None:
-    (tmp_path / "config.yaml").write_text(f"epochs: 10\nmax_steps: null\nrecipe:\n  {recorded}\n")
-    assert configure(None, [f"resume={tmp_path}"]).replace(resume="auto") == configure(None, words)
 
 
 def test_two_names_of_one_key(tmp_path: Path) -> None:

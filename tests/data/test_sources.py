@@ -21,7 +21,7 @@ from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.own import arrays
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.dataset_labels import labels_of
+from hvdtrain.data.own.dataset import labels_of
 from hvdtrain.data.relabelled import relabelled
 from hvdtrain.data.source import ArraySource, Source, smallest
 from hvdtrain.data.subset import SubsetOfImages, divide, validation_mask

@@ -177,24 +177,6 @@ def test_speed_is_images_by_seconds() -> None:
     assert math.isnan(summary.samples_per_s(record_of([start()])))
 
 
-def test_a_run_of_former_versions_has_the_names_of_this_one(tmp_path: Path) -> None:
-    """Where both versions wrote into one file, each event has its own."""
-    former = {"samples_per_s": "images_per_s", "joules_per_sample": "joules_per_image", "samples": "images"}
-
-    def of_schema_1(event: Fields) -> Fields:
-        return {former.get(name, name) if event["kind"] != "start" else name: value for name, value in event.items()}
-
-    target = {**end(10), "kind": "target", "target": 0.6, "samples": 640, "joules": None}
-    events = [start(), step(5), step(10), epoch(1, 0.7, joules_per_sample=0.5), target]
-    last = [step(15), end(20, samples=1280, samples_per_s=170.0, joules_per_sample=0.25)]
-    old = read_run(write(tmp_path / "old", [*map(of_schema_1, events), *map(of_schema_1, last)], CONFIG))
-    mixed = read_run(write(tmp_path / "mixed", [*map(of_schema_1, events), *last], CONFIG))
-    new = read_run(write(tmp_path / "new", [*events, *last], CONFIG))
-    assert old.events == mixed.events == new.events
-    assert "images" in (tmp_path / "old" / "events.jsonl").read_text() and "images" not in str(old.events)
-    assert [target.samples for target in summary.targets(old)] == [640.0] and summary.samples_per_s(old) == 170.0
-
-
 def test_tokens_per_second_are_those_of_the_end_or_of_all_epochs() -> None:
     epochs = [epoch(1, 0.5, tokens_per_s=1000.0, epoch_s=3.0), epoch(2, 0.5, tokens_per_s=4000.0, epoch_s=1.0)]
     assert summary.tokens_per_s(record_of([start(), *epochs])) == 1750.0

@@ -10,9 +10,8 @@ from test_report import SCRIPT, PageParser
 from test_report_run import COMPLETE, CONFIG, write
 
 from hvdtrain.data.images.grid import png
-from hvdtrain.report.page import render_page
+from hvdtrain.report.page import MOST_BYTES, MOST_SHOWN, evenly, read_samples, render_page
 from hvdtrain.report.run import read_run
-from hvdtrain.report.samples import MOST_BYTES, MOST_SHOWN, evenly, read_samples
 
 PICTURE = png(np.zeros((4, 4, 3), np.uint8))
 

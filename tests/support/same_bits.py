@@ -1,10 +1,10 @@
 """Jobs at fixed seeds: the sha256 of their weights and the losses of every step and epoch, to compare two checkouts to the last bit.
 
-python tests/support/same_bits.py OUT.json [--old-keys]             runs the jobs with the checkout that this file lies in
+python tests/support/same_bits.py OUT.json             runs the jobs with the checkout that this file lies in
 python tests/support/same_bits.py --compare BEFORE.json AFTER.json  prints a table; exit status 1 where anything differs
 
 OUT.json: {job: {"weights": sha256, "losses": [[kind, step, number, ...], ...]}}. Both files must come from one machine with the same
-versions of torch, JAX and MPI: others may round otherwise. --old-keys is for a checkout from before keys were renamed.
+versions of torch, JAX and MPI: others may round otherwise.
 """
 
 from __future__ import annotations
@@ -23,13 +23,6 @@ import safetensors.numpy
 from pool import alone
 from ranks import ROOT, mpirun, python
 
-OLD_KEYS = {
-    "recipe.warmup=": "recipe.warmup_epochs=",
-    "framework=": "frame=",
-    "comm.local_steps=": "comm.every=",
-    "comm.compression=": "comm.wire=",
-    "log.trackers=": "log.sinks=",
-}
 KINDS = {  # of events, and what a row has of each; no times
     "step": ["loss", "accuracy", "lr", "batch", "noise_scale"],
     "epoch": ["train_loss", "train_accuracy", "val_loss", "val_accuracy", "val_count", "best_accuracy", "lr", "batch", "noise_scale"],
@@ -147,19 +140,17 @@ JOBS = {
 }
 
 
-def run(job: Job, folder: Path, old_keys: bool) -> dict[str, Any]:
+def run(job: Job, folder: Path) -> dict[str, Any]:
     """Trains a job to its end; its weights and losses."""
     words = f"{job.options} run={folder}".split()
-    start(job, job.ranks, [*words, f"max_steps={job.stop}"] if job.stop else words, old_keys)
+    start(job, job.ranks, [*words, f"max_steps={job.stop}"] if job.stop else words)
     if job.stop:
-        start(job, job.resume_ranks, words, old_keys)
+        start(job, job.resume_ranks, words)
     return {"weights": weights(sorted((folder / "checkpoints").glob("step-*"))[-1]), "losses": losses(folder / "events.jsonl")}
 
 
-def start(job: Job, ranks: int, words: list[str], old_keys: bool) -> None:
+def start(job: Job, ranks: int, words: list[str]) -> None:
     """Trains until the ranks have ended; the script ends here where they failed."""
-    for new, old in OLD_KEYS.items() if old_keys else ():
-        words = [old + word.removeprefix(new) if word.startswith(new) else word for word in words]
     if job.kill:
         engine = next(word.removeprefix("comm.engine=") for word in words if word.startswith("comm.engine="))
         results = lost_ranks.finish(engine, ranks, [lost_ranks.KILLED_RANKS, job.kill, *words])
@@ -191,14 +182,14 @@ def losses(events: Path) -> list[list[Any]]:
     return [[e["kind"], e["step"], *(e.get(name) for name in KINDS[e["kind"]])] for e in rows if e["kind"] in KINDS]
 
 
-def run_all(old_keys: bool, only: str = "") -> dict[str, dict[str, Any]]:
+def run_all(only: str = "") -> dict[str, dict[str, Any]]:
     """Every job, one after the other, in a folder that is removed."""
     left = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, job) in enumerate(JOBS.items()):
             if only not in name:
                 continue
-            left[name] = run(job, Path(folder) / f"job-{number}", old_keys)
+            left[name] = run(job, Path(folder) / f"job-{number}")
             print(f"{left[name]['weights'][:12]}  {len(left[name]['losses']):3} rows  {name}", flush=True)
     return left
 
@@ -220,14 +211,13 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="JSON")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--only", default="", help="jobs whose name has these words")
-    parser.add_argument("--old-keys", action="store_true", help=f"write {' '.join(OLD_KEYS.values())}")
     args = parser.parse_args()
     if len(args.files) != 1 + args.compare:
         parser.error("one file to write, or with --compare two to read")
     if args.compare:
         return 0 if compare(*(json.loads(file.read_text()) for file in args.files)) else 1
     print(f"checkout {ROOT}")
-    args.files[0].write_text(json.dumps(run_all(args.old_keys, args.only), indent=1) + "\n")
+    args.files[0].write_text(json.dumps(run_all(args.only), indent=1) + "\n")
     return 0
 
 

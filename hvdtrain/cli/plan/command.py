@@ -17,8 +17,7 @@ from hvdtrain.cli.plan.json_object import to_json
 from hvdtrain.cli.plan.machine import add_options
 from hvdtrain.cli.plan.memory import RANKS, memory_json, memory_plan, read_size, with_memory_value
 from hvdtrain.cli.plan.meshes import Data
-from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, plan_parallel
-from hvdtrain.cli.plan.parallel_picture import draw_parallel
+from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, draw_parallel, plan_parallel
 from hvdtrain.cli.plan.pipeline import pipeline_json, pipeline_lines, pipeline_plan
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label
 from hvdtrain.config import plugins

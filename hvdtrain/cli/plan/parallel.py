@@ -6,14 +6,18 @@ import argparse
 import math
 import sys
 import time
+from pathlib import Path
 
 from hvdtrain.cli.json_output import print_result
 from hvdtrain.cli.plan.machine import machine_of
 from hvdtrain.cli.plan.memory import read_size
 from hvdtrain.cli.plan.mesh_table import mesh_json, mesh_lines
 from hvdtrain.cli.plan.meshes import Data, framework_of, plain_work, plan_meshes, without_mesh
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.report.figures import layout
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.memory.meter import resident_bytes
 
 PARALLEL_RANKS = 4  # without --ranks
@@ -40,3 +44,14 @@ def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> No
 
     plan = plan_meshes(config, data, ranks, machine, room, framework.has_dense_part(plain, data.task), says)
     print_result(options.json, mesh_lines(plan), mesh_json(plan))
+
+
+_OPTION = "--parallel-picture"
+
+
+def draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
+    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such picture, or the file cannot be written."""
+    framework = plugins.load("frameworks", config.framework, config.where("framework"))
+    if not hasattr(framework, "layout"):
+        raise UserError(f"framework={config.framework} has every model whole on each rank", _OPTION, "framework=torch")
+    return layout.draw(Path(path), framework.layout(config, task, ranks), _OPTION)

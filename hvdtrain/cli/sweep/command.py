@@ -6,15 +6,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from hvdtrain.cli.json_output import STANDARD_OUTPUT, print_result
 from hvdtrain.cli.launch.machine import available_cores, visible_gpus
 from hvdtrain.cli.sweep import record
 from hvdtrain.cli.sweep.arguments import USAGE, Options, read_options
 from hvdtrain.cli.sweep.optuna_study import OptunaStudy
-from hvdtrain.cli.sweep.proposals import Listed, Proposals
 from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.side_by_side import SideBySide
 from hvdtrain.cli.sweep.space import Point
@@ -200,3 +200,32 @@ def _write(folder: Path, text: str) -> None:
 def _say(line: str) -> None:
     """Progress."""
     print(line, file=sys.stderr, flush=True)
+
+
+class Proposals(Protocol):
+    """Called by the sweep between its processes."""
+
+    def following(self) -> Trial | None:
+        """The next trial to start, one that was interrupted too; None where there is none left."""
+
+    def ended(self, trial: Trial, result: Result) -> None:
+        """A trial that `following` gave has ended."""
+
+    @property
+    def is_hopeless(self) -> Callable[[Trial], bool] | None:
+        """Whether a trial that runs is to be stopped for its results so far; None: none ever is."""
+
+
+class Listed:
+    """Trials in their order, without those that are kept."""
+
+    is_hopeless = None
+
+    def __init__(self, trials: Sequence[Trial], kept: Collection[str]) -> None:
+        self._left = [trial for trial in trials if trial.name not in kept]
+
+    def following(self) -> Trial | None:
+        return self._left.pop(0) if self._left else None
+
+    def ended(self, trial: Trial, result: Result) -> None:
+        """Nothing follows from it."""
