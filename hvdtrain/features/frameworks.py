@@ -25,6 +25,7 @@ NOT_TORCH: dict[str, Supported] = {
     "comm.op": Supported(("mean",), "adasum"),
     "comm.local_steps": Supported((1,), 2),
     "comm.tune": Supported((False,), True),
+    "comm.device_memory": Supported(("auto",), "host"),
     "comm.reduce": Supported(("auto",), "bucket"),
     "parallel.tensor": Supported((1,), 2),
     "parallel.sequence": Supported((False,), True),
