@@ -1,4 +1,4 @@
-"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors in host memory, which are viewed as arrays."""
+"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors, which are viewed as arrays; those on GPUs: comm/staging.py."""
 
 from __future__ import annotations
 
@@ -223,6 +223,8 @@ class MpiCommunicator:
             for owner in range(self.size):
                 part = operand[part_of(len(operand), owner, self.size)]
                 self._reduce_pieces(comm, part.reshape(-1), reduction.op, owner)
+        if operand is reduction.array:
+            return reduction.x[own]
         return _cast_back(reduction.x[own], reduction.array[own], operand[own])
 
     def _counts(self, array: Sent) -> list[int]:

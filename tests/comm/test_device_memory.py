@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from late_gpu import HOST, LateGpu
-from pool import on_ranks
+from pool import alone, on_ranks
 from rank_threads import ThreadRank, in_threads
-from ranks import needs_mpirun
+from ranks import needs_mpirun, python
 
 from hvdtrain.comm.device_memory import Answer, Choice, ask, choose
 from hvdtrain.comm.staging import Direct, Staged, Ways
@@ -115,6 +115,18 @@ def test_the_mpi_that_is_here_is_asked(wish: str, on_gpu: list[bool], error: str
         assert error in raised and bool(error) == bool(raised)
         assert len(notes) == bool(note) and all(note in one for one in notes)
         assert features == added and groups_too
+
+
+@needs_mpirun
+@pytest.mark.parametrize("is_own_loop", [False, True])
+def test_a_line_of_the_header_says_what_the_key_does(is_own_loop: bool, tmp_path: Path) -> None:
+    """On a GPU the line is another one."""
+    words = ["comm.engine=mpi", "comm.device_memory=host", f"run={tmp_path / 'run'}"]
+    own_loop = alone("own_loop_on_ranks:main", str(tmp_path / "out.json"), *words)
+    result = python(own_loop if is_own_loop else ["-m", "hvdtrain", "stop.steps=1", *words])
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines() if "comm.device_memory=host" in line]
+    assert len(lines) == 1 and lines[0].startswith(("comm.device_memory=host does nothing: no rank", "GPU tensors go through")), lines
 
 
 @needs_mpirun

@@ -123,10 +123,10 @@ def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
                 x = torch.full((length,), math.nan, device="cuda", dtype=dtype)
                 torch.cuda._sleep(CYCLES)
                 x.copy_(torch.full_like(x, ranks.rank + 1))
+                own = x.clone()
                 began_s = time.monotonic()
                 handle, filled = group.start_allreduce(x, "sum"), side.record_event()
                 went_on.append(time.monotonic() - began_s < 0.05 or not filled.query())
-                own = x.clone()
                 del x
                 found = handle.wait().double().sum()
                 spread = group.start_spread(own, "spread").wait().double().sum()

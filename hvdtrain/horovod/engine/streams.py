@@ -7,7 +7,7 @@ events, so the host waits for neither. What waits is only what follows in the st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -24,17 +24,20 @@ class Streams:
 
     def ask(self, request: Request) -> None:
         """By the thread that asks: the collective will follow what its present streams have been given until now."""
+        if self._gpus.kind not in request.signature.devices:
+            return
         request.asked = [self._gpus.present(device).record_event() for device in self._devices(request.inputs)]
 
-    @contextmanager
-    def behind(self, requests: Sequence[Request]) -> Iterator[list[Stream]]:
+    def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
         """By the thread that makes the collectives: inside, its present streams are those of the set, behind what the requests follow."""
-        devices = self._devices(tensor for request in requests for tensor in request.inputs)
-        if not devices:
-            yield []
-            return
+        on_gpus = [request for request in requests if self._gpus.kind in request.signature.devices]
+        return self._behind(on_gpus) if on_gpus else nullcontext(())
+
+    @contextmanager
+    def _behind(self, on_gpus: Sequence[Request]) -> Iterator[Sequence[Stream]]:
+        devices = self._devices(tensor for request in on_gpus for tensor in request.inputs)
         streams = {device: self._stream(device) for device in devices}
-        for request in requests:
+        for request in on_gpus:
             for event in request.asked:
                 streams[event.device].wait_event(event)
             for tensor in (*request.inputs, *request.outputs):
