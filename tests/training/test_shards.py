@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from rank_threads import ThreadRank, in_threads
 from ranks import HANG_S, ROOT, environment, mpirun, mpirun_path, needs_mpirun
+from waiting import wait_until
 
 from hvdtrain.comm import rank_0
 from hvdtrain.comm.communicator import part_of
@@ -372,6 +373,30 @@ def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: P
     last = LastOne(pieces(1, 2), files.ARRAYS, files.file_of, 1)
     found = write(run, 2, lambda rank: write_parts(last, run, name, is_over.is_set))
     assert is_over.is_set() and files.read_arrays(found, 2**20).keys() == STATE.keys()
+
+
+def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "CLOSING_S", 0.2)
+    name, is_over, of_rank = files.unfinished_name(3, "0123456789abcdef"), threading.Event(), parts(1, 2)
+    with Folder.make(tmp_path, "checkpoints", name) as folder:
+        WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)
+        thread = threading.Thread(target=write_parts, args=(of_rank, tmp_path, name, is_over.is_set))
+        thread.start()
+        wait_until(lambda: "rank-00001.written" in folder.names(), "rank 1 has written")
+        thread.join(1.0)
+        assert thread.is_alive(), "rank 0 may take its time"
+        is_over.set()
+        thread.join(HANG_S)
+        assert not thread.is_alive() and "rank-00001.read" not in folder.names()
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [((10, 3), 4), ((0, 5), 3), ((1, 0), 2), ((7, 9), 1), ((2, 1), 5)])
+def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], ranks: int) -> None:
+    """sizes: of two files, in chunks, of which the last ones have one byte."""
+    in_bytes = {file: max(0, (count - 1) * chunks.CHUNK_BYTES + 1) if count else 0 for file, count in zip("ab", sizes, strict=True)}
+    shares = [shards.Share(in_bytes, rank, ranks)._chunks for rank in range(ranks)]
+    assert [chunk for share in shares for chunk in share] == [("a", n) for n in range(sizes[0])] + [("b", n) for n in range(sizes[1])]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_every_flipped_bit_and_every_missing_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

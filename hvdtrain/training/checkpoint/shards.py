@@ -31,6 +31,7 @@ from hvdtrain.training.checkpoint.chunks import CHUNK_BYTES, count_chunks, read_
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
 
 WAIT_S = 300.0  # of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
+CLOSING_S = 30.0  # of a rank whose job ends, for rank 0
 LOOK_S = 0.05  # before the second look at whether a file has come; then twice as long each time
 MOST_LOOK_S = 1.0
 PROGRESS_S = 10.0  # between two looks at what a rank has done so far
@@ -122,8 +123,12 @@ class Share:
 
     def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
         """sizes: of the files, in bytes."""
-        chunks = [(file, number) for file, size in sizes.items() for number in range(count_chunks(size))]
-        self._chunks = chunks[part_of(len(chunks), rank, ranks)]
+        counts = {file: count_chunks(size) for file, size in sizes.items()}
+        own, first = part_of(sum(counts.values()), rank, ranks), 0
+        self._chunks: list[tuple[str, int]] = []
+        for file, count in counts.items():
+            self._chunks += [(file, number) for number in range(max(own.start - first, 0), min(own.stop - first, count))]
+            first += count
         self.sums = {file: ByteSum() for file in sizes}
         self.checksums: list[str] = []  # SHA-256 of each chunk, in order
 
@@ -148,14 +153,14 @@ class Patience:
         self._moved_s = self._looked_s = clock()
         self._progress = 0
 
-    def look(self) -> bool:
-        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has not for WAIT_S."""
+    def look(self, wait_s: float) -> bool:
+        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has not for so long."""
         now_s, before = self._clock(), self._progress
-        if now_s - self._looked_s > min(PROGRESS_S, WAIT_S / 2):
+        if now_s - self._looked_s > min(PROGRESS_S, wait_s / 2):
             self._progress, self._looked_s = _read_progress(self._folder, self._rank), now_s
             if self._progress > before:
                 self._moved_s = now_s
-        if now_s - self._moved_s > WAIT_S:
+        if now_s - self._moved_s > wait_s:
             raise TimeoutError
         return self._progress > before
 
@@ -173,7 +178,7 @@ def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], 
         if not _report(folder, of_written(parts.rank), lambda: {"sums": _checked_write(parts, folder, tell)}):
             return
         parts.release()
-        ranks = _wait_for_word(folder, run, unfinished, is_lost)
+        ranks = _wait_for_word(folder, run, unfinished, is_over, is_lost)
         if ranks:
             _report(folder, of_read(parts.rank), lambda: _as_report(Share(parts.layout.sizes, parts.rank, ranks).read(folder, tell)))
 
@@ -237,7 +242,7 @@ def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) ->
     return None
 
 
-def _wait_for_word(folder: Folder, run: Path, unfinished: str, is_lost: Callable[[], bool]) -> int:
+def _wait_for_word(folder: Folder, run: Path, unfinished: str, is_over: Callable[[], bool], is_lost: Callable[[], bool]) -> int:
     """How many ranks there are, once all have written; 0 where nobody waits for this one, or rank 0 is gone or has given up."""
     patience = Patience(folder, rank=0)
     for _ in _looks():
@@ -247,7 +252,7 @@ def _wait_for_word(folder: Folder, run: Path, unfinished: str, is_lost: Callable
             break
         try:
             Folder.open(run, "checkpoints", unfinished).close()
-            patience.look()
+            patience.look(CLOSING_S if is_over() else WAIT_S)
         except (FileNotFoundError, TimeoutError):
             break
     return 0
@@ -380,7 +385,7 @@ class WrittenByAll:
         if self._is_over():
             raise OSError(None, "ranks are lost while each writes its part")
         try:
-            if patience.look():
+            if patience.look(WAIT_S):
                 self._moved()
         except TimeoutError:
             what = f"rank {rank} on {self._hosts[rank]} has neither written nor read anything of its part for {WAIT_S:.0f} s"
