@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "jobs" / "README.md", ROOT / "tests" / "README.md"]
+DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "jobs/README.md", "tests/README.md")] + sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *DOCS,
-    ROOT / "CHANGELOG.md",
     ROOT / "tests" / "promises.md",
     *sorted(path for folder in ("benchmarks", "labs") for path in (ROOT / folder).rglob("*.md")),
 ]
