@@ -18,7 +18,7 @@ class ShownMetric(NamedTuple):
 
 
 def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
-    """From the fields of an event "start"; of one without metrics, of an older version, accuracy."""
+    """From the fields of an event "start"; accuracy where it has no metrics."""
     metrics, objective = start.get("metrics"), start.get("objective")
     if not isinstance(metrics, Mapping) or not isinstance(objective, str):
         return ShownMetric()

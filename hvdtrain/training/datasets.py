@@ -299,7 +299,7 @@ def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
 def identity(config: Config, datasets: Datasets) -> Identity:
     """What a checkpoint keeps, to be compared at a resume: the seed and the training set, of which all labels."""
     task = datasets.task
-    named = {} if task.name == Classification.name else {"task": task.name}  # older checkpoints are all of classification
+    named = {} if task.name == Classification.name else {"task": task.name}  # a checkpoint that names no task is of classification
     data = {"samples": len(datasets.train), **named, **task.facts(), **datasets.train.identity()}
     version = shuffle_version(len(datasets.train))
     if version is not None:

@@ -21,7 +21,7 @@ from hvdtrain.training.checkpoint.room import cannot_write, check_room
 from hvdtrain.training.run_lock.lock import LOCK, RunLock
 from hvdtrain.version import __version__
 
-MARKER = ".hvdtrain"  # in every run folder; those of versions before 0.1 have none
+MARKER = ".hvdtrain"  # in every folder that make_run_folder() has made
 FILES = ("config.yaml", "codebook.json", "events.jsonl", "report.html", "mlflow_run.json", "wandb_run.json", "launch.jsonl", MARKER, LOCK)
 FOLDERS = ("checkpoints", "samples", "ranks", "profile", "tensorboard", "mlflow", "wandb")
 _OUTPUT = re.compile(r".+\.(log|out|err)")  # of a batch system, which may be there first
