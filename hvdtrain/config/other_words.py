@@ -1,4 +1,4 @@
-"""Words of other tools, and other names of keys, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
+"""Words of other tools, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
 
 from __future__ import annotations
 
@@ -107,9 +107,6 @@ KEYS = {
     "warmup_min_lr": "recipe.warmup_from",
     "total_num_steps": "stop.steps",
     "steps_per_print": "log.every_steps",
-    # other names
-    "frame": "framework",
-    "stop.target_accuracy": "stop.target",
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_tokens"), "recipe.warmup"),
 }
 
