@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hvdtrain.errors import UserError
+from hvdtrain.features.horovod_settings import SETTINGS
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+
+ONLY_ON_HOROVOD = {"comm.op": among("adasum"), "comm.reduce": among("distributed_optimizer"), **SETTINGS}
 
 
 def _servers_need_mpi(job: PlannedJob) -> Iterator[UserError]:
@@ -41,6 +44,17 @@ SHRINK = JobFeature(
         _fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
         _fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"),
         _fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
+        *(
+            Exclusion(
+                key,
+                values,
+                what="{chosen} does not go on without a rank on the horovod engine, which {set} needs",
+                where="guard.lost",
+                fix="guard.lost=stop, or without {key}",
+                why="the horovod engine does not go on without a rank",
+            )
+            for key, values in ONLY_ON_HOROVOD.items()
+        ),
         Exclusion(
             "framework",
             among("jax"),
