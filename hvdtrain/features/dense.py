@@ -41,13 +41,13 @@ DENSE = JobFeature(
         Exclusion("comm.local_steps", above(1)),
         Exclusion("comm.compression", other_than("none", "fp16")),
         Exclusion("comm.reduce", among("ddp", "distributed_optimizer", "bucket")),
-        Exclusion("comm.tune", among(True)),
+        Exclusion("comm.tune", among(True), why="not made yet"),
         Exclusion("shard.group", other_than("all", "node"), words="shard.stage=1"),
-        Exclusion("shard.offload", other_than("none", "optimizer"), words="shard.stage=1"),
+        Exclusion("shard.offload", other_than("none", "optimizer"), words="shard.stage=1", why="not made yet"),
         Exclusion("norm.kind", among("sync")),
-        Exclusion("model.recompute", other_than("none", "all")),
+        Exclusion("model.recompute", other_than("none", "all"), why="not made yet"),
         Exclusion("log.noise_scale", among(True)),
-        Exclusion("speed.compile", other_than("none", "default")),
+        Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
     ),
 )
 FEATURES = (DENSE,)

@@ -40,7 +40,7 @@ MESH = JobFeature(
         Exclusion("norm.kind", among("sync"), why="not made yet"),
         Exclusion("log.noise_scale", among(True), why="a rank has gradients of its part alone"),
         Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
-        Exclusion("batch.micro", among("auto"), why="memory of parts is not predicted by the rank itself"),
+        Exclusion("batch.micro", among("auto"), why="not made yet"),
     ),
 )
 FEATURES = (MESH,)

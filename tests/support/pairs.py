@@ -89,7 +89,7 @@ def engines_of(words: str) -> list[str]:
     return [engine for engine in ENGINES if verdict(words, engine) is None]
 
 
-def names(error: UserError, keys: Iterable[str]) -> bool:
+def names(error: UserError | str, keys: Iterable[str]) -> bool:
     """Whether a message names one of the keys."""
     return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", str(error)) for key in keys)
 

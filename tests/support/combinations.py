@@ -1,0 +1,382 @@
+"""Every pair of features as a tiny job on ranks, beside one process without what the ranks are for; docs/combinations.md is its result.
+
+    python tests/support/combinations.py docs/combinations.md                          runs every pair that is not refused; writes the page
+    python tests/support/combinations.py docs/combinations.md --results FILE --for-s 500     as many as that time allows; again: the rest
+    python tests/support/combinations.py --jobs-only "comm.local_steps=2 + optim.ema=0.8"    these pairs, with their commands
+
+Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one process to 1e-12. Where another number
+is right by definition, `bound_of()` and `HAS_NO_TWIN` say which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from drawn_job import DrawnJob, Place
+from pairs import EXAMPLES, Pair, all_pairs, assigned, engines_of, joined, names, refusal
+from pool import end_all
+from random_jobs import OF_MUON, ONE, ROUNDING, Left, Part, Verdict, compare, left_of, run_part
+from ranks import ROOT, Job
+
+from hvdtrain.errors import DONE
+from hvdtrain.features.job_feature import as_yaml
+
+LIMIT_S = 120.0  # of a job
+COMMON = (
+    "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 log.every_steps=2 guard.equal_steps=2 "
+    "checkpoint.every_minutes=null comm.bucket_mb=0.001"
+)
+SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
+IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
+PIXELS = 'data.source_options={"samples":36,"val_samples":12,"shape":[8,8,1]}'
+GPT = "model.name=gpt model.layers=4 model.heads=2 model.width=8"
+MODELS = {  # the first one that has what both features need
+    "mlp": f"{IMAGES} model.name=mlp model.widths=[10,8,6]",
+    "convnet": f"{IMAGES} model.name=convnet model.widths=[3,4] model.dense=[8,6] model.norm=false",
+    "linear": f"{IMAGES} model.name=linear",
+    "gpt": f"{SAMPLES} task.name=language data.name=drawn_job:tokens {GPT}",
+    "pixels": f"task.name=language data.name=image_tokens data.source=synthetic data.colours=6 data.side=4 {PIXELS} {GPT}",
+    "numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers model.name=mlp model.widths=[10,8,6]",
+    "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 norm.kind=ghost norm.ghost=3",
+}
+OF_IMAGES = ("mlp", "convnet", "resnet", "linear")
+CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers")
+NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
+    "framework=numpy": ("linear",),
+    "framework=jax": ("mlp", "linear", "numbers"),
+    "parallel.dense": ("convnet",),
+    "parallel.sequence": ("gpt", "pixels"),
+    "parallel.tensor": CAN_BE_CUT,
+    "parallel.pipeline": CAN_BE_CUT,
+    "norm.kind": ("resnet",),
+    "speed.channels_last": ("convnet", "resnet"),
+    "model.recompute": ("gpt", "pixels", "resnet"),
+    "log.samples": ("pixels",),
+    "task.name=language": ("gpt", "pixels"),
+    "task.name=regression": ("numbers",),
+    "task.ignore_label": OF_IMAGES,
+    "augment.": ("mlp", "convnet", "resnet", "linear"),
+    "evaluate.views": OF_IMAGES,
+}
+SMALLER = {"recipe.grow_to": "[18]", "data.name": None, "task.name": None}  # of an example in the place of its value; None: of the model
+ON_RANKS = ("comm.", "shard.", "parallel.", "servers.", "guard.lost", "log.noise_scale")  # what one process does without
+SAME_NUMBERS = (  # keys that change no number, beside what has no twin
+    *("comm.tune", "comm.cycle_ms", "comm.fusion_mb", "comm.hierarchical", "comm.reduce", "data.readers", "log.", "guard.", "checkpoint."),
+    *("model.recompute", "batch.micro", "parallel.sequence", "shard."),
+)
+HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
+    "comm.local_steps": "each rank steps by itself",
+    "comm.op": "Adasum is no mean",
+}
+IN_16_BITS = {"comm.compression": 4e-3, "speed.precision": 5e-2}  # key -> what is left of what 16 bits round, of weights in float32
+
+MULTIPLY_ROUNDING = (  # what 16 bits round
+    "norm.kind",  # statistics of three samples
+    "optim.name=muon",  # see OF_MUON
+    "task.name=regression",  # numbers as they are: a sum over all samples is out of fp16's range where that of a rank is not
+)
+
+
+class Found(NamedTuple):
+    """What a pair came to: equal, alike, runs, refused, no model or failed."""
+
+    kind: str
+    why: str = ""
+    apart: float = 0.0
+    job: str = ""
+
+
+class Planned(NamedTuple):
+    """A pair's job on ranks, and what it is compared with."""
+
+    pair: Pair
+    job: DrawnJob
+    twin: DrawnJob | None  # None: there is none
+
+
+def plan(pair: Pair) -> Planned | Found:
+    """The job of a pair; or its refusal before there is a job."""
+    error = refusal(pair)
+    if error is not None:
+        return Found("refused", error.what)
+    model = model_of(pair)
+    if model is None:
+        return Found("no model", "no model of the table has what both need")
+    job = job_of(pair, model, pair.words)
+    return Planned(pair, job, twin_of(pair, model, job))
+
+
+def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
+    """Words of a pair as a job: those that one process has too, and its place with the others."""
+    found = smaller(words)
+    updates = "parallel.dense_updates" in found  # of the dense part, which one process can make too
+    on_ranks = {key for key in found if key.startswith(ON_RANKS) and not (updates and key.startswith("parallel.dense"))}
+    alone = as_words({key: value for key, value in found.items() if key not in on_ranks})
+    if "comm.compression" in pair.words:
+        alone = joined("speed.precision=fp32", alone)
+    place = Place(engine_of(pair), ranks_of(pair.words), as_words({key: found[key] for key in found if key in on_ranks}))
+    return DrawnJob(0, joined(COMMON, MODELS[model], alone), place, None, 0)
+
+
+def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
+    """One process; where a feature makes other numbers, the ranks without the other feature, if that one changes no number."""
+    if rounds_much(pair):
+        return None
+    makes_others = [example for example in pair if example.keys & HAS_NO_TWIN.keys()]
+    if not makes_others:
+        return job._replace(place=ONE)
+    others = [example for example in pair if example not in makes_others]
+    if len(others) == 1 and all(key.startswith(SAME_NUMBERS) for key in smaller(others[0].words)):
+        return job_of(pair, model, makes_others[0].words)
+    return None
+
+
+def rounds_much(pair: Pair) -> bool:
+    """Whether a feature multiplies what 16 bits round."""
+    return any(key in pair.words for key in MULTIPLY_ROUNDING) and any(key in assigned(pair.words) for key in IN_16_BITS)
+
+
+def model_of(pair: Pair) -> str | None:
+    allowed = set(MODELS)
+    for word in pair.words.split():
+        for need, models in NEEDS.items():
+            if word.startswith(need):
+                allowed &= set(models)
+    return next((model for model in MODELS if model in allowed), None)
+
+
+def smaller(words: str) -> dict[str, str]:
+    """The words of examples for a tiny job."""
+    found = {key: SMALLER.get(key, value) for key, value in assigned(words).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def as_words(found: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in found.items())
+
+
+def engine_of(pair: Pair) -> str:
+    """torchdist where ranks may be lost, which mpi has with one launcher's option alone."""
+    engines = engines_of(pair.words)
+    return "torchdist" if "guard.lost" in pair.words and "torchdist" in engines else engines[0]
+
+
+def ranks_of(words: str) -> int:
+    """Two; three for a server and two workers that wait for each other; four where parts of a model are also divided, or given twice."""
+    found = assigned(words)
+    if "servers.count" in found:
+        return 2 if "servers.bound" in found else 3
+    cut = [key for key in ("parallel.tensor", "parallel.pipeline") if key in found]
+    return 4 if len(cut) == 2 or (cut and any(key.startswith(("shard.", "comm.compression")) for key in found)) else 2
+
+
+def bound_of(words: Iterable[str]) -> float:
+    """How far numbers may be apart: rounding; that of 16 bits; of muon, whose steps multiply what is rounded."""
+    found = assigned(" ".join(words))
+    in_16_bits = [bound for key, bound in IN_16_BITS.items() if found.get(key) in ("fp16", "bf16")]
+    return max([ROUNDING, *in_16_bits, *[OF_MUON] * (found.get("optim.name") == "muon")])
+
+
+def needs_ulfm(part: Part) -> bool:
+    """Whether mpirun has to be told that ranks may be lost."""
+    return part.place.engine == "mpi" and "guard.lost" in part.place.words
+
+
+def run_with_ulfm(part: Part) -> Verdict | None:
+    """As run_part(), by a command of its own with that option of mpirun."""
+    part.prepare()
+    argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
+    options = ("--with-ft", "ulfm")
+    with Job(part.place.ranks, argv, timeout_s=LIMIT_S, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}, options=options) as job:
+        result = job.wait()
+    return None if result.returncode == DONE else Verdict("failed", f"exit code {result.returncode}\n{result.stderr[-3000:]}")
+
+
+class Runner:
+    """Runs jobs in a folder; a twin that several pairs have runs once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._twins = folder, dict[tuple[str, ...], Left | Verdict]()
+
+    def run(self, planned: Planned) -> Found:
+        part = Part(planned.job, planned.job.place, self._folder / "ranks")
+        command = part.command()
+        instead = run_with_ulfm(part) if needs_ulfm(part) else run_part(part, LIMIT_S)
+        if instead is not None:
+            is_known = instead.kind == "refused" and all(names(instead.why, example.keys) for example in planned.pair)
+            return Found("refused" if is_known else "failed", instead.why, job=command)
+        if planned.twin is None:
+            reasons = [why for key, why in HAS_NO_TWIN.items() if key in planned.pair.words]
+            return Found("runs", "; ".join(reasons) or "the other feature multiplies what 16 bits round", job=command)
+        twin = self._left(planned.twin)
+        if isinstance(twin, Verdict):
+            return Found("failed", f"what it is compared with: {twin.why}", job=command)
+        found = compare(twin, left_of(part.run), 0, bound_of(part.words))
+        kind = "alike" if found.kind == "equal" and planned.twin.place != ONE else found.kind
+        return Found(kind, found.why, found.apart, command)
+
+    def _left(self, job: DrawnJob) -> Left | Verdict:
+        part = Part(job, job.place, self._folder / "twin")
+        known = tuple(sorted(part.words))
+        if known not in self._twins:
+            self._twins[known] = run_part(part, LIMIT_S) or left_of(part.run)
+        return self._twins[known]
+
+
+def run_pairs(pairs: Sequence[Pair], for_s: float) -> Iterator[tuple[Pair, Found]]:
+    """What each pair came to: those on ranks of one kind one after the other, those that torch compiles last."""
+    end_s = time.monotonic() + for_s
+    planned = [(pair, plan(pair)) for pair in pairs]
+    yield from ((pair, found) for pair, found in planned if isinstance(found, Found))
+    jobs = [found for _, found in planned if isinstance(found, Planned)]
+    random.Random(0).shuffle(jobs)  # so that some are a sample of all
+    jobs.sort(key=_last)
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(folder))
+        for each in jobs:
+            if time.monotonic() > end_s:
+                return
+            yield each.pair, runner.run(each)
+
+
+def _last(planned: Planned) -> tuple[bool, str, int]:
+    return "speed.compile" in planned.pair.words, *planned.job.place[:2]
+
+
+def shown(name: str, found: Found) -> str:
+    """A line; of a failure the command as well."""
+    line = f"{found.kind:8} {found.apart:8.1e}  {name}  {found.why}".rstrip()
+    return f"{line}\n      {found.job}" if found.kind == "failed" else line
+
+
+SIGNS = {
+    "equal": "=",
+    "close": "~",
+    "alike": "a",
+    "runs": "r",
+    "refused": "x",
+    "no model": "-",
+    "failed": "!",
+    "not run": "?",
+    "same key": ".",
+}
+MEANINGS = {
+    "equal": "runs, with the weights of one process to 1e-12 (muon: 1e-8)",
+    "close": "runs, with those of one process but for what 16 bits round",
+    "alike": "runs, with the weights of the same ranks without the other feature, which changes no number; one process has others",
+    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, Adasum is no mean, and norms, "
+    "muon and numbers that are not scaled multiply what 16 bits round",
+    "refused": "refused, with both keys in the message",
+    "no model": "no model of hvdtrain has what both need",
+    "failed": "differs, or ends with an error",
+    "not run": "not run yet",
+    "same key": "two values of one key, or of what one key has",
+}
+
+
+def page(results: dict[str, Found]) -> str:
+    """The matrix and the reasons, as Markdown."""
+    kinds = {name: _kind(name, found) for name, found in results.items()}
+    counts = Counter(kinds.values())
+    running = sum(counts[kind] for kind in ("equal", "close", "alike", "runs"))
+    later = f", {counts['not run']} have not run yet" * (counts["not run"] > 0)
+    lines = [
+        "# What goes together",
+        "",
+        "Every pair of features, each by the words that turn it on, as a job of four steps on two to four ranks, in float64 with SGD.",
+        f"`python tests/support/combinations.py docs/combinations.md` runs them and writes this page: {len(results)} pairs of "
+        f"{len(EXAMPLES)} settings, {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
+        f"model in common, {counts['failed']} are wrong{later}.",
+        "All ranks are on one host, so that `shard.group=node` has one group; a GPU, where the numbers are those of other kernels, is not needed.",
+        "",
+        "| sign | pairs | |",
+        "|---|---|---|",
+        *(f"| `{SIGNS[kind]}` | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items() if counts[kind]),
+        "",
+        "Line and column of a sign are the two numbers of a pair.",
+        "",
+        "```text",
+        *_matrix(kinds),
+        "```",
+        "",
+        "## Why pairs are refused",
+        "`not made yet` is a matter of work; the other reasons are of the mathematics, or of the library that does it.",
+        "",
+        "| with | cannot go | because |",
+        "|---|---|---|",
+        *_reasons(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _kind(name: str, found: Found) -> str:
+    in_16_bits = any(f"{key}={kind}" in name for key in IN_16_BITS for kind in ("fp16", "bf16"))
+    return "close" if found.kind == "equal" and in_16_bits else found.kind
+
+
+def _matrix(kinds: dict[str, str]) -> Iterator[str]:
+    width = max(len(example.words) for example in EXAMPLES)
+    for place in (10, 1):
+        yield " " * (width + 7) + "".join(str(number // place % 10) for number in range(1, len(EXAMPLES)))
+    for number, example in enumerate(EXAMPLES, start=1):
+        signs = "".join(SIGNS[kinds.get(Pair(other, example).name, "same key")] for other in EXAMPLES[: number - 1])
+        yield f"{number:3}  {example.words:{width}}  {signs}".rstrip()
+
+
+def _reasons() -> Iterator[str]:
+    """What each feature excludes, from its own file."""
+    features = {id(example.feature): example.feature for example in EXAMPLES}
+    for feature in features.values():
+        excluded: dict[tuple[str, str], list[str]] = {}
+        for row in feature.excludes:
+            needed = row.words if row.when else ""  # else they are of the excluded value
+            reason = joined(feature.examples[0], needed), row.why or feature.why
+            excluded.setdefault(reason, []).append(f"`{row.key}={as_yaml(row.values.example)}`")
+        for (words, why), keys in excluded.items():
+            yield f"| `{words}` | {', '.join(dict.fromkeys(keys))} | {why} |"
+
+
+def read_results(path: Path | None) -> dict[str, Found]:
+    if path is None or not path.exists():
+        return {}
+    return {name: Found(*found) for name, *found in map(json.loads, path.read_text().splitlines())}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path, nargs="?", help="docs/combinations.md")
+    parser.add_argument("--jobs-only", nargs="+", metavar="PAIR", help="these pairs, and no page: 'comm.local_steps=2 + optim.ema=0.8'")
+    parser.add_argument("--results", type=Path, help="a file of results, to which those of more pairs are added")
+    parser.add_argument("--for-s", type=float, default=float("inf"), help="after these seconds no job begins")
+    args = parser.parse_args()
+    pairs = {pair.name: pair for pair in all_pairs()}
+    if unknown := [name for name in args.jobs_only or () if name not in pairs]:
+        parser.error(f"no pair: {unknown[0]}; known are, as examples: {', '.join(list(pairs)[:3])}")
+    results = {} if args.jobs_only else read_results(args.results)
+    todo = [pair for name, pair in pairs.items() if name not in results and (not args.jobs_only or name in args.jobs_only)]
+    with (args.results or Path("/dev/null")).open("a") as file:
+        for pair, found in run_pairs(todo, args.for_s):
+            results[pair.name] = found
+            file.write(json.dumps([pair.name, *found]) + "\n")
+            file.flush()
+            if found.kind not in ("refused", "no model") or args.jobs_only:
+                print(shown(pair.name, found), flush=True)
+    end_all()
+    print(f"{len(results)} of {len(args.jobs_only or pairs)} pairs: {dict(Counter(found.kind for found in results.values()))}")
+    if args.page and not args.jobs_only:
+        args.page.write_text(page({name: results.get(name, Found("not run")) for name in pairs}))
+    return int(any(found.kind == "failed" for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
