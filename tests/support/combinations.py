@@ -293,10 +293,10 @@ def page(results: dict[str, Found]) -> str:
         "# What goes together",
         "",
         "Every pair of features, each by the words that turn it on, as a job of four steps on two to four ranks, in float64 with SGD.",
-        f"`python tests/support/combinations.py docs/combinations.md` runs them and writes this page: {len(results)} pairs of "
-        f"{len(EXAMPLES)} settings, {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
+        f"`python tests/support/combinations.py docs/combinations.md` runs them and writes this page. Of {len(results)} pairs of "
+        f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
-        "All ranks are on one host, so that `shard.group=node` has one group; a GPU, where the numbers are those of other kernels, is not needed.",
+        "All ranks are on one host, on which `shard.group=node` has one group.",
         "",
         "| sign | pairs | |",
         "|---|---|---|",
