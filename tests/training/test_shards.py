@@ -113,8 +113,8 @@ def parts(rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = Fa
 def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE, several_hosts: bool = False) -> Path:
     """By rank 0 in this thread, and by the others in threads; `other`: what they do instead."""
     run.mkdir()
-    name = files.unfinished_name(3, "0123456789abcdef")
-    does = other or (lambda rank: write_parts(parts(rank, ranks, state, several_hosts), run, name, lambda: False))
+    name, is_over = files.unfinished_name(3, "0123456789abcdef"), threading.Event()
+    does = other or (lambda rank: write_parts(parts(rank, ranks, state, several_hosts), run, name, is_over.is_set))
     threads = [threading.Thread(target=does, args=(rank,)) for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
@@ -122,6 +122,7 @@ def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, sta
         of_rank_0 = parts(0, ranks, state, several_hosts)
         return files.write(run, NOW, WrittenByAll(of_rank_0, range(1, ranks), ["n1"] * ranks, name), IDENTITY)
     finally:
+        is_over.set()  # a rank may come to a folder that rank 0 has removed
         for thread in threads:
             thread.join()
 
