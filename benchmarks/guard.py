@@ -34,7 +34,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digests
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.torch import learner as torch_learner
+from hvdtrain.frameworks.torch import step as torch_step
 from hvdtrain.training.build import connect
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.datasets import identity
@@ -87,7 +87,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     learner = job.learner
     without_flags = WithoutFlags(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
     never = torch.zeros((), dtype=torch.bool)
-    no_check = ((torch_learner, "any_nonfinite", lambda parameters: never), (torch_learner, "one_or_nan", lambda loss: 1.0))
+    no_check = ((torch_step, "any_nonfinite", lambda parameters: never), (torch_step, "one_or_nan", lambda loss: 1.0))
 
     def equal_steps(steps: int | None) -> tuple[Any, str, Any]:
         return health, "guard", health.guard.replace(equal_steps=steps)
@@ -100,7 +100,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
         "heartbeat, watchdog": lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
         "flags on the sums": lambda on: changed((job, "health", health if on else without_flags)),
         "non-finite check": lambda on: changed() if on else changed(*no_check),
-        "nonfinite=skip": lambda on: changed((learner, "skips_nonfinite", on)),
+        "nonfinite=skip": lambda on: changed((learner, "saves_buffers", on), (learner._update, "_skips_nonfinite", on)),
         "digests": lambda on: changed(equal_steps(100 if on else None)),
         "sync_buffers": lambda on: changed(equal_steps(None), sync_buffers(on)),  # without it ranks differ
     }
@@ -130,7 +130,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
         (
             "one_or_nan() and any_nonfinite()",
             1,
-            microseconds(lambda: (torch_learner.one_or_nan(loss), torch_learner.any_nonfinite(parameters)), 500),
+            microseconds(lambda: (torch_step.one_or_nan(loss), torch_step.any_nonfinite(parameters)), 500),
         ),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
         (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, job.hosts), 100)),

@@ -46,6 +46,6 @@ def test_the_digest_covers_names_types_shapes_and_bits(tmp_path: Path) -> None:
 def test_a_job_repeats_itself_and_another_seed_does_not(tmp_path: Path) -> None:
     name, job = next(iter(same_bits.JOBS.items()))
     jobs = job, job, job._replace(options=f"{job.options} seed=2")
-    one, again, other = ({name: same_bits.run(each, tmp_path / str(number), False)} for number, each in enumerate(jobs))
+    one, again, other = ({name: same_bits.run(each, tmp_path / str(number))} for number, each in enumerate(jobs))
     assert same_bits.compare(one, again)
     assert one[name]["weights"] != other[name]["weights"] and one[name]["losses"] != other[name]["losses"]
