@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among, other_than
 
 
 def _is_regression(config: Config) -> bool:
@@ -81,6 +81,13 @@ IGNORED_LABEL = JobFeature(
             fix="augment.mixup=0, or leave task.ignore_label out",
             when=_is_classification,
             why="some samples have no class to mix",
+        ),
+        Exclusion(
+            "log.noise_scale",
+            among(True),
+            what="log.noise_scale compares means over samples, and with task.ignore_label their weights differ",
+            fix="log.noise_scale=false, or leave task.ignore_label out",
+            why="the noise scale compares means over samples, whose weights differ",
         ),
     ),
     rules=(_loss_object,),

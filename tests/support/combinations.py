@@ -77,8 +77,12 @@ HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
     "comm.op": "Adasum is no mean",
 }
-IN_16_BITS = {"comm.compression": 4e-3, "speed.precision": 5e-2}  # key -> what is left of what 16 bits round, of weights in float32
+IN_16_BITS = {"comm.compression": 4e-3, "speed.precision": 1e-1}  # key -> what is left of what 16 bits round, of weights in float32
 
+BY_RANK = {  # a pair of words -> why its numbers depend on the ranks
+    ("norm.kind=ghost", "data.sampling=partition"): "which samples are in a ghost batch depends on the ranks",
+    ("norm.kind=ghost", "batch.micro"): "running statistics have an update for each pass of a rank",
+}
 MULTIPLY_ROUNDING = (  # what 16 bits round
     "norm.kind",  # statistics of three samples
     "optim.name=muon",  # see OF_MUON
@@ -129,7 +133,7 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
 
 def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
     """One process; where a feature makes other numbers, the ranks without the other feature, if that one changes no number."""
-    if rounds_much(pair):
+    if rounds_much(pair) or by_rank(pair):
         return None
     makes_others = [example for example in pair if example.keys & HAS_NO_TWIN.keys()]
     if not makes_others:
@@ -143,6 +147,11 @@ def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
 def rounds_much(pair: Pair) -> bool:
     """Whether a feature multiplies what 16 bits round."""
     return any(key in pair.words for key in MULTIPLY_ROUNDING) and any(key in assigned(pair.words) for key in IN_16_BITS)
+
+
+def by_rank(pair: Pair) -> str:
+    """Why a pair's numbers depend on the ranks by definition, or nothing."""
+    return next((why for words, why in BY_RANK.items() if all(word in pair.words for word in words)), "")
 
 
 def model_of(pair: Pair) -> str | None:
@@ -216,7 +225,9 @@ class Runner:
             return Found("refused" if is_known else "failed", instead.why, job=command)
         if planned.twin is None:
             reasons = [why for key, why in HAS_NO_TWIN.items() if key in planned.pair.words]
-            return Found("runs", "; ".join(reasons) or "the other feature multiplies what 16 bits round", job=command)
+            return Found(
+                "runs", "; ".join(reasons) or by_rank(planned.pair) or "the other feature multiplies what 16 bits round", job=command
+            )
         twin = self._left(planned.twin)
         if isinstance(twin, Verdict):
             return Found("failed", f"what it is compared with: {twin.why}", job=command)
@@ -273,8 +284,8 @@ MEANINGS = {
     "equal": "runs, with the weights of one process to 1e-12 (muon: 1e-8)",
     "close": "runs, with those of one process but for what 16 bits round",
     "alike": "runs, with the weights of the same ranks without the other feature, which changes no number; one process has others",
-    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, Adasum is no mean, and norms, "
-    "muon and numbers that are not scaled multiply what 16 bits round",
+    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, Adasum is no mean, ghost batches "
+    "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 bits round",
     "refused": "refused, with both keys in the message",
     "no model": "no model of hvdtrain has what both need",
     "failed": "differs, or ends with an error",

@@ -71,7 +71,7 @@ def test_the_page_refuses_what_is_refused() -> None:
 def test_a_page_of_other_results_says_so() -> None:
     name = "shard.stage=1 + optim.clip_norm=0.05"
     text = page(dict.fromkeys(PAIRS, Found("equal")) | {name: Found("failed", "apart")})
-    assert _signs(text)[name] == "!" and "| `!` | 1 |" in text and ", 1 are wrong." in text and "not run" not in text
+    assert _signs(text)[name] == "!" and "| `!` | 1 |" in text and ", 1 are wrong." in text and "not run yet" not in text
 
 
 def _signs(text: str) -> dict[str, str]:
