@@ -30,6 +30,7 @@ from hvdtrain.features import (
     sequence,
     servers,
     shards,
+    sync_norm,
     tasks,
     tune,
     user_optimizer,
@@ -66,6 +67,7 @@ FEATURES: tuple[JobFeature, ...] = (
     *recompute.FEATURES,
     *lost.FEATURES,
     *micro_batches.FEATURES,
+    *sync_norm.FEATURES,
     *plain.FEATURES,
     *tasks.FEATURES,
     *ranks.FEATURES,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows

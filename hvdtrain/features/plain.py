@@ -18,7 +18,7 @@ def _plain(key: str, usual: Any, *examples: str) -> JobFeature:
 
 
 FEATURES = (
-    _plain("norm.kind", "batch", "norm.kind=ghost norm.ghost=3", "norm.kind=sync"),
+    _plain("norm.kind", "batch", "norm.kind=ghost norm.ghost=3"),
     _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
     _plain("speed.compile", "none", "speed.compile=default"),
     _plain("speed.channels_last", None, "speed.channels_last=true"),

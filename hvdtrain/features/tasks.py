@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 
 def _is_regression(config: Config) -> bool:
@@ -88,6 +88,14 @@ IGNORED_LABEL = JobFeature(
             what="log.noise_scale compares means over samples, and with task.ignore_label their weights differ",
             fix="log.noise_scale=false, or leave task.ignore_label out",
             why="the noise scale compares means over samples, whose weights differ",
+        ),
+        Exclusion(
+            "parallel.dense_updates",
+            above(1),
+            what="{set} needs the weight of each turn, and with task.ignore_label samples do not all weigh the same",
+            fix="parallel.dense_updates=1, or leave task.ignore_label out",
+            words="parallel.dense=c",
+            why="the weight of a turn is not known",
         ),
     ),
     rules=(_loss_object,),

@@ -81,6 +81,10 @@ IN_16_BITS = {"comm.compression": 4e-3, "speed.precision": 1e-1}  # key -> what 
 
 BY_RANK = {  # a pair of words -> why its numbers depend on the ranks
     ("norm.kind=ghost", "data.sampling=partition"): "which samples are in a ghost batch depends on the ranks",
+    (
+        "norm.kind=ghost",
+        "recipe.growth",
+    ): "a larger batch has the same number of passes on any number of ranks, whose parts are other samples",
     ("norm.kind=ghost", "batch.micro"): "running statistics have an update for each pass of a rank",
 }
 MULTIPLY_ROUNDING = (  # what 16 bits round
@@ -197,7 +201,7 @@ def bound_of(words: Iterable[str]) -> float:
 
 def needs_ulfm(part: Part) -> bool:
     """Whether mpirun has to be told that ranks may be lost."""
-    return part.place.engine == "mpi" and "guard.lost" in part.place.words
+    return "guard.lost=shrink" in part.place.words or (part.place.engine == "mpi" and "guard.lost" in part.place.words)
 
 
 def run_with_ulfm(part: Part) -> Verdict | None:
@@ -205,7 +209,9 @@ def run_with_ulfm(part: Part) -> Verdict | None:
     part.prepare()
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     options = ("--with-ft", "ulfm")
-    with Job(part.place.ranks, argv, timeout_s=LIMIT_S, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}, options=options) as job:
+    with Job(
+        part.place.ranks, argv, timeout_s=LIMIT_S, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}, options=options, is_warm=True
+    ) as job:
         result = job.wait()
     return None if result.returncode == DONE else Verdict("failed", f"exit code {result.returncode}\n{result.stderr[-3000:]}")
 
