@@ -16,6 +16,8 @@ ONE_OF: dict[str, Values] = {  # at most one of these
     "comm.local_steps": above(1),
 }
 
+FIRST_BUCKET_MB = 1  # DDP's own, whatever the others are
+
 
 def _one_of(job: PlannedJob) -> Iterator[UserError]:
     chosen = [as_set(job.config, key) for key, values in ONE_OF.items() if values.hold(value_of(job.config, key))]
@@ -58,7 +60,19 @@ DDP = JobFeature(
     examples=("comm.reduce=ddp",),
     off="comm.reduce=auto",
     why=ANOTHER_WHY,
-    excludes=(*ANOTHER, *not_on_horovod()),
+    excludes=(
+        *ANOTHER,
+        *not_on_horovod(),
+        Exclusion(
+            "comm.bucket_mb",
+            Values(lambda size: size < FIRST_BUCKET_MB, 0.5),
+            what="{chosen} with speed.compile={config.speed.compile} takes buckets of 1 MiB or more; this is {set}",
+            fix="comm.bucket_mb=1, or speed.compile=none",
+            when=lambda config: config.speed.compile != "none",
+            words="speed.compile=default",
+            why="torch wants the first bucket, of 1 MiB, to be the smallest",
+        ),
+    ),
     rules=(_needs_torchdist,),
 )
 BUCKET = JobFeature(

@@ -129,6 +129,8 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
     updates = "parallel.dense_updates" in found  # of the dense part, which one process can make too
     on_ranks = {key for key in found if key.startswith(ON_RANKS) and not (updates and key.startswith("parallel.dense"))}
     alone = as_words({key: value for key, value in found.items() if key not in on_ranks})
+    if found.get("comm.reduce") == "ddp" and "speed.compile" in found:
+        alone = joined(alone, "comm.bucket_mb=1")
     if "comm.compression" in pair.words:
         alone = joined("speed.precision=fp32", alone)
     place = Place(engine_of(pair), ranks_of(pair.words), as_words({key: found[key] for key in found if key in on_ranks}))
