@@ -20,10 +20,10 @@ def _of_mpi_and_gpus(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where(KEY), f"leave {KEY} out")
 
 
+# Without examples: it changes nothing where no rank has a GPU, so pairs with it would show nothing in docs/combinations.md.
 DEVICE_MEMORY = JobFeature(
     key=KEY,
     on=lambda config: config.comm.device_memory != "auto",
-    examples=("comm.device_memory=host comm.engine=mpi",),
     off="comm.device_memory=auto",
     rules=(_of_mpi_and_gpus,),
 )
