@@ -202,8 +202,7 @@ def measure_links(communicator: Any, folder: Path) -> None:
     time is taken off: where ranks share a core, each waits until the others have computed, too."""
     import torch
 
-    from hvdtrain.cli.bench.allreduce import _in_parts
-    from hvdtrain.cli.bench.allreduce_report import IN_PARTS
+    from hvdtrain.cli.bench.allreduce import IN_PARTS, _in_parts
 
     inside = communicator.split(communicator.rank // PER_HOST)
     for name, group, product in (("inside", inside, PRODUCT), ("between", communicator, 1)):

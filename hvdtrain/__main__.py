@@ -23,13 +23,13 @@ COMMANDS = {  # each is the function of its name in that module
     "launch": "hvdtrain.cli.launch.command",
     "sweep": "hvdtrain.cli.sweep.command",
     "bench": "hvdtrain.cli.bench.command",
-    "export": "hvdtrain.cli.export.command",
+    "export": "hvdtrain.cli.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
-    "sample": "hvdtrain.cli.sample.command",
-    "drill": "hvdtrain.cli.drill.command",
-    "replay": "hvdtrain.cli.replay.command",
-    "lab": "hvdtrain.cli.lab.command",
+    "sample": "hvdtrain.cli.evaluate.sample",
+    "drill": "hvdtrain.cli.drill",
+    "replay": "hvdtrain.cli.replay",
+    "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
 }
 _ON_RANKS = ("train", "check", "evaluate", "predict", "sample", "bench")  # commands that --num-nodes and so on start on ranks
@@ -152,7 +152,7 @@ def _take_over_process(is_job: bool) -> None:
     early_signals.install()
     if not is_job:
         early_signals.remove()
-    from hvdtrain.cli.standard_output import open_standard_output
+    from hvdtrain.cli.output import open_standard_output
 
     standard_output = open_standard_output()
     if standard_output is not None:

@@ -205,7 +205,7 @@ def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Sc
 
 def _ask(run: Run | str | Path, arguments: list[str], given: dict[str, Given], data: Any, work: Callable[[Rank], T], what: str) -> T:
     """Does the work on the ranks of this script, with the configuration of the run. Raises as train()."""
-    from hvdtrain.cli.evaluate.arguments import Arguments, read_former_run
+    from hvdtrain.cli.evaluate.command import Arguments, read_former_run
     from hvdtrain.config.section import COMMAND_LINE
     from hvdtrain.training.given import given_data
     from hvdtrain.training.run_rank import on_connected_ranks

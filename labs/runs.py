@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hvdtrain
-from hvdtrain.cli.lab import child
-from hvdtrain.cli.launch.ends_with_parent import end_with_parent
+from hvdtrain.cli.lab import start_process, wait_for
 from hvdtrain.cli.launch.machine import available_cores
+from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.errors import DIVERGED, REQUEUE, UserError
 
 ANOTHER = "another --out begins anew"
@@ -117,7 +117,7 @@ def start(commands: Sequence[Sequence[str]], log: Path, what: str, **variables: 
     """Starts all at once and waits for them; they print into the log. Raises UserError with its end where one of them fails."""
     with log.open("ab") as file:
         began = file.tell()
-        codes = child.wait([child.start(command, file, {**os.environ, **variables}) for command in commands])
+        codes = wait_for([start_process(command, file, {**os.environ, **variables}) for command in commands])
     if any(codes):
         shown = "".join(f"\n  | {line}" for line in _end_of(log, began)) or " nothing"
         code = ", ".join(map(str, codes))

@@ -15,7 +15,7 @@ from ranks import FULL, ROOT, needs_mpirun, python
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.lab.command import lab as lab_command
+from hvdtrain.cli.lab import lab as lab_command
 from hvdtrain.errors import DONE, UserError
 
 LABS = sorted((ROOT / "labs").glob("[0-9]-*/lab.py"))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import hvdtrain
-from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.errors import REQUEUE
 from hvdtrain.report.figures.style import COLOURS, log_scale, new_figure
 

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
-from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 RANKS = (1, 2, 4)

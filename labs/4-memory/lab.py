@@ -20,7 +20,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, side_by_side, write_table
 
-from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, integer_ticks, new_figure
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, write_table
 
-from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 JOB = (

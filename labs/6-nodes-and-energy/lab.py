@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import event, start, write_table
 
 import hvdtrain
-from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.comm.rendezvous import address_towards
 from hvdtrain.report.figures.style import COLOURS, integer_ticks, new_figure
 

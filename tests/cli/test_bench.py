@@ -10,26 +10,30 @@ import numpy as np
 import pytest
 from ranks import mpirun, needs_horovod, needs_mpirun, python
 
-from hvdtrain.cli.bench import allreduce_report, scaling_report
-from hvdtrain.cli.bench.allreduce import SMALL_TENSOR_SIZES, Method, Ranks, check_sum, measure
-from hvdtrain.cli.bench.allreduce_report import (
+from hvdtrain.cli.bench import allreduce, scaling_report
+from hvdtrain.cli.bench.allreduce import (
     COPY,
     IN_PARTS,
+    SMALL_TENSOR_SIZES,
     AllreduceResult,
     Host,
+    Method,
     MethodTimes,
     PayloadTimes,
+    Ranks,
     bus_bytes_per_s,
+    check_sum,
     count_hosts,
+    measure,
     oversubscription_warning,
 )
-from hvdtrain.cli.bench.arguments import read_rank_counts, read_sizes
 from hvdtrain.cli.bench.command import bench
 from hvdtrain.cli.bench.cost_model import Cluster, Link, StepModel
 from hvdtrain.cli.bench.scaling import link_points, plan_jobs, step_seconds
 from hvdtrain.cli.bench.scaling_report import Study, Trial, curves, efficiency, predictions
-from hvdtrain.cli.bench.timing import median_speedup, quartiles
-from hvdtrain.cli.formatting import format_bytes, format_seconds
+from hvdtrain.cli.bench.trainer import median_speedup, quartiles
+from hvdtrain.cli.options import read_rank_counts, read_sizes
+from hvdtrain.cli.output import format_bytes, format_seconds
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures.scaling_curve import draw
@@ -159,7 +163,7 @@ def test_table_of_allreduce() -> None:
         MethodTimes("hvd.grouped_allreduce", [4e-3] * 5),
     ]
     payloads = [PayloadTimes("160 small tensors", 1000, methods)]
-    lines = allreduce_report.to_text(AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads))
+    lines = allreduce.to_text(AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads))
     assert lines[:2] == [
         "hvdtrain bench allreduce: 2 ranks, engine horovod (comm.engine=horovod), buckets of 4 MiB",
         "n1: 2 ranks, 2 cores",

@@ -11,9 +11,20 @@ from random import Random
 
 import pytest
 
-from hvdtrain.cli.drill.command import Harm, drill, lines, measure, step_of
-from hvdtrain.cli.drill.pauses import Pause, measure_pause, pause_lines
-from hvdtrain.cli.drill.victims import Rank, choose, find_ranks, send
+from hvdtrain.cli.drill import (
+    Harm,
+    Pause,
+    Rank,
+    choose,
+    drill,
+    find_ranks,
+    harm_lines,
+    measure,
+    measure_pause,
+    pause_lines,
+    send,
+    step_of,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.training.run_lock.holder import this_process, to_bytes
 from hvdtrain.training.run_lock.lock import LOCK
@@ -72,7 +83,7 @@ def test_what_is_measured() -> None:
     assert step_of(after) == 110 and step_of(after[:2]) == 100 and step_of([]) == 0  # not 120, which was lost
     shrunk = [{"kind": "lost", "step": 110, "time": 100.2}, {"kind": "step", "step": 120, "time": 100.3}]
     assert measure([1], 110, 100.0, shrunk, []) == Harm([1], 110, 0.2, 0.3, 0)
-    table = lines([Harm([1], 110, 1.5, 3.5, 20), Harm([0, 1], 210, None, None, None)])
+    table = harm_lines([Harm([1], 110, 1.5, 3.5, 20), Harm([0, 1], 210, None, None, None)])
     assert " ".join(table[1].split()) == "rank 1 110 1.50 s 3.50 s 20"
     assert " ".join(table[2].split()) == "rank 0,1 210 never never"
     assert table[3] == "goes on after 3.50 s (median of 1; 3.50 to 3.50)"

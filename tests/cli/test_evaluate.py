@@ -19,9 +19,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.arguments import read_former_run
-from hvdtrain.cli.evaluate.command import USAGE, evaluate
-from hvdtrain.cli.export.read import read_checkpoint
+from hvdtrain.cli.evaluate.command import USAGE, evaluate, read_former_run
+from hvdtrain.cli.export import read_checkpoint
 from hvdtrain.comm import rank_0
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 
 from hvdtrain import __version__
-from hvdtrain.cli.export.command import USAGE, export
+from hvdtrain.cli.export import USAGE, export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure, to_yaml
@@ -222,7 +222,7 @@ def test_a_numpy_job_is_exported_without_torch() -> None:
     code = f"""
 import sys
 from hvdtrain.__main__ import main
-from hvdtrain.cli.export.command import export
+from hvdtrain.cli.export import export
 assert main({arguments!r}) == 0
 assert export([{str(Path("job").absolute())!r}, "--to", {str(Path("m.safetensors").absolute())!r}, "--checkpoint", "best"]) == 0
 loaded = [m for m in ("torch", "jax", "sklearn.linear_model") if m in sys.modules]

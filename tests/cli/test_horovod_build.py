@@ -16,7 +16,7 @@ import pytest
 from ranks import HANG_S, ROOT
 from waiting import wait_until
 
-from hvdtrain.cli.horovod import build, cache, verify
+from hvdtrain.cli.horovod import build, wheel
 from hvdtrain.cli.horovod.build import BuildTarget
 from hvdtrain.errors import DONE, USER, UserError
 
@@ -47,10 +47,10 @@ def wheel_in(cache_home: Path) -> Path:
     """A wheel as a build leaves it in the cache."""
     folder = cache_home / "hvdtrain" / "horovod" / build.wheel_key("0.28.1", TARGET, VARIABLES)
     for private in (folder.parent, folder):
-        cache.private_folder(private, print)
+        build.private_folder(private, print)
     wheel = folder / "horovod-0.28.1-any.whl"
     wheel.write_bytes(b"compiled")
-    cache.record(wheel)
+    build.record(wheel)
     return wheel
 
 
@@ -59,7 +59,7 @@ def test_a_wheel_in_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     wheel = wheel_in(tmp_path)
     assert build.cached_wheel("0.28.1", TARGET, VARIABLES, rebuild=False) == wheel
     assert capsys.readouterr().out == f"from the cache: {wheel}\n"
-    assert cache.cache_folder() == tmp_path / "hvdtrain" / "horovod"
+    assert build.cache_folder() == tmp_path / "hvdtrain" / "horovod"
 
 
 def planted(wheel: Path) -> None:
@@ -108,10 +108,10 @@ def test_a_cached_wheel_that_anybody_may_have_changed_is_not_used(
     change: Callable[[Path], None], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel = wheel_in(tmp_path)
-    assert cache.usable_wheel(wheel.parent, print) == wheel
+    assert build.usable_wheel(wheel.parent, print) == wheel
     change(wheel)
-    cache.private_folder(wheel.parent, print)
-    assert cache.usable_wheel(wheel.parent, print) is None
+    build.private_folder(wheel.parent, print)
+    assert build.usable_wheel(wheel.parent, print) is None
     assert reason in capsys.readouterr().out
     assert not list(wheel.parent.glob("*.whl"))
     assert stat.S_IMODE(wheel.parent.stat().st_mode) == 0o700
@@ -121,19 +121,19 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
     wheel = wheel_in(tmp_path)
     (tmp_path / "link").symlink_to(wheel.parent)
     with pytest.raises(UserError, match="is a link, not a folder"):
-        cache.private_folder(tmp_path / "link", print)
+        build.private_folder(tmp_path / "link", print)
     if os.geteuid():
         pytest.skip("only root can give files to another user")
     os.chown(wheel, 12345, -1)
-    assert cache.usable_wheel(wheel.parent, print) is None
+    assert build.usable_wheel(wheel.parent, print) is None
     os.chown(wheel.parent, 12345, -1)
     with pytest.raises(UserError, match="belongs to user 12345, who could put any program in it; this is user 0"):
-        cache.private_folder(wheel.parent, print)
+        build.private_folder(wheel.parent, print)
 
 
 def test_a_second_builder_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cache.cache_folder() / build.wheel_key("0.28.1", TARGET, VARIABLES)
+    folder = build.cache_folder() / build.wheel_key("0.28.1", TARGET, VARIABLES)
     folder.mkdir(parents=True)
     ask = "from pathlib import Path; from hvdtrain.cli.horovod.build import BuildTarget, cached_wheel\n"
     ask += f"print(cached_wheel('0.28.1', BuildTarget(*{TARGET[:2]}, Path({str(TARGET.mpirun)!r})), {VARIABLES}, rebuild=False))"
@@ -216,7 +216,7 @@ def test_a_missing_requirement_is_named(programs: list[str], packages: list[str]
 
 
 def test_a_command_that_verifies_both_ranks_passes() -> None:
-    verify.verify_command([sys.executable, "-c", "print('verified on rank 1'); print('verified on rank 0')"], os.environ, HANG_S)
+    wheel.verify_command([sys.executable, "-c", "print('verified on rank 1'); print('verified on rank 0')"], os.environ, HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_command_that_verifies_both_ranks_passes() -> None:
 )
 def test_a_failed_verification_is_a_user_error(program: str, message: str) -> None:
     with pytest.raises(UserError) as failed:
-        verify.verify_command([sys.executable, "-c", program], os.environ, HANG_S)
+        wheel.verify_command([sys.executable, "-c", program], os.environ, HANG_S)
     assert message in str(failed.value)
     assert "mpirun -np 2 hostname" in failed.value.fix
 
@@ -238,7 +238,7 @@ def test_a_verification_that_hangs_ends_with_its_children(tmp_path: Path) -> Non
     child_file = tmp_path / "pid"
     program = f"echo waiting; sleep 2000 & echo $! > {child_file}; wait"
     with pytest.raises(UserError, match="not finished after 2 s\nwaiting"):
-        verify.verify_command(["sh", "-c", program], os.environ, 2)
+        wheel.verify_command(["sh", "-c", program], os.environ, 2)
     child = int(child_file.read_text())
     wait_until(lambda: gone(child), "the end of the program's child")
 
@@ -249,17 +249,17 @@ def test_a_start_that_hangs_is_tried_again(tmp_path: Path, capsys: pytest.Captur
         f"#!/bin/sh\n[ -e {mark} ] || {{ touch {mark}; exec sleep 2000; }}\necho verified on rank 0; echo verified on rank 1\n"
     )
     mpirun.chmod(0o755)
-    assert verify.verify(mpirun, mpi_inside=False, limit_s=3).startswith("verified in ")
+    assert wheel.verify(mpirun, mpi_inside=False, limit_s=3).startswith("verified in ")
     assert "not finished after 3 s" in (stderr := capsys.readouterr().err) and stderr.endswith("trying again\n")
     mpirun.write_text("#!/bin/sh\nexec sleep 2000\n")
     with pytest.raises(UserError, match="not finished after 0.2 s"):
-        verify.verify(mpirun, mpi_inside=False, limit_s=0.2)
+        wheel.verify(mpirun, mpi_inside=False, limit_s=0.2)
 
 
 def test_the_users_environment_wins_in_the_verification() -> None:
-    env = verify.environment_anywhere({"OMPI_MCA_btl": "ofi", "OMP_NUM_THREADS": "8"}, mpi_inside=True)
+    env = wheel.environment_anywhere({"OMPI_MCA_btl": "ofi", "OMP_NUM_THREADS": "8"}, mpi_inside=True)
     assert (env["OMPI_MCA_btl"], env["OMP_NUM_THREADS"], env["OMPI_ALLOW_RUN_AS_ROOT"]) == ("ofi", "8", "1")
-    assert "OMPI_MCA_btl" not in verify.environment_anywhere({}, mpi_inside=False)
+    assert "OMPI_MCA_btl" not in wheel.environment_anywhere({}, mpi_inside=False)
 
 
 def test_the_version_of_torch_is_known_without_its_import() -> None:
@@ -281,7 +281,7 @@ def test_the_installed_horovod_was_built_for_this_torch_and_passes_verification(
     target = build.detect_target()
     assert build.installed_version("horovod") == build.VERSION
     assert build.built_for_torch() == target.torch
-    assert "summed as expected" in verify.verify(target.mpirun, target.mpi_inside)
+    assert "summed as expected" in wheel.verify(target.mpirun, target.mpi_inside)
 
 
 def bare_python(folder: Path, programs: list[str], packages: list[str]) -> str:

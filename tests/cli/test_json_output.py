@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.output import with_json_value
 
 PLAN = ["plan", "--ranks", "2,3,5000", "--samples", "96", "--image", "8x8x1", "--classes", "10", "model.name=linear", "epochs=2"]
 

@@ -16,9 +16,8 @@ from ranks import HANG_S, ROOT, environment, python
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.lab import child
-from hvdtrain.cli.lab.command import lab
-from hvdtrain.cli.lab.script import STAMP, Parser, run_lab, take_folder
+from hvdtrain.cli import lab as lab_module
+from hvdtrain.cli.lab import STAMP, Parser, lab, run_lab, take_folder
 from hvdtrain.errors import DONE, USER, UserError
 
 LAB_2 = str(ROOT / "labs/2-from-one-process-to-horovod/lab.py")
@@ -178,12 +177,12 @@ except KeyboardInterrupt:
 
 
 def test_a_process_that_does_not_end_after_an_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "KILL_S", 0.3)
+    monkeypatch.setattr(lab_module, "KILL_S", 0.3)
     deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('deaf', flush=True); time.sleep(2000)"
     with (tmp_path / "log").open("wb") as log:
-        process = child.start([sys.executable, "-c", deaf], log)
+        process = lab_module.start_process([sys.executable, "-c", deaf], log)
     wait_until(lambda: "deaf" in (tmp_path / "log").read_text(), "the word of the process")
     process.wait, wait = lambda *_: os.kill(os.getpid(), signal.SIGINT), process.wait  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        child.wait([process], patience_s=0.3)
+        lab_module.wait_for([process], patience_s=0.3)
     assert wait(HANG_S) == -signal.SIGKILL

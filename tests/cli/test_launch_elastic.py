@@ -14,9 +14,8 @@ from typing import NoReturn
 
 import pytest
 
-from hvdtrain.cli.launch import offers, supervisor
+from hvdtrain.cli.launch import hosts, supervisor
 from hvdtrain.cli.launch.command import launch
-from hvdtrain.cli.launch.decision_record import Record
 from hvdtrain.cli.launch.decisions import (
     NO_PROGRESS,
     Decision,
@@ -27,12 +26,10 @@ from hvdtrain.cli.launch.decisions import (
     reason_to_change,
     reason_to_give_up,
 )
-from hvdtrain.cli.launch.host_book import FORGOTTEN_S, HostBook, left_out_s
-from hvdtrain.cli.launch.job_events import JobEvents
-from hvdtrain.cli.launch.job_words import value_of
+from hvdtrain.cli.launch.hosts import FORGOTTEN_S, SHORTEST_S, HostBook, Probes, left_out_s, of_file, of_script, this_machine
 from hvdtrain.cli.launch.launcher_commands import Host
-from hvdtrain.cli.launch.offers import of_file, of_script, this_machine
-from hvdtrain.cli.launch.probes import SHORTEST_S, Probes
+from hvdtrain.cli.launch.program import value_of
+from hvdtrain.cli.launch.records import JobEvents, Record
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
@@ -237,7 +234,7 @@ def test_hosts_from_a_program_and_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="the program ended with 3: no cloud\n  where: --hosts-from"):
         offer.read()
     program.write_text("#!/bin/sh\nexec sleep 100\n")
-    monkeypatch.setattr(offers, "SCRIPT_S", 0.2)
+    monkeypatch.setattr(hosts, "SCRIPT_S", 0.2)
     with pytest.raises(UserError, match="the program did not end within 0.2 s\n  where: --hosts-from"):
         offer.read()
     assert not list(tmp_path.glob("stolen")) and not Path("stolen").exists()

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.bench.allreduce_report import IN_PARTS
+from hvdtrain.cli.bench.allreduce import IN_PARTS
 from hvdtrain.cli.bench.cost_model import Link
 from hvdtrain.cli.plan.machine import Machine, machine_of, read_link
-from hvdtrain.cli.plan.meshes import Mesh, meshes, with_mesh, without_mesh
-from hvdtrain.cli.plan.step_time import moved_s, step_time
+from hvdtrain.cli.plan.meshes import Mesh, meshes, moved_s, step_time, with_mesh, without_mesh
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.footprint import Footprint, PlannedWork

@@ -12,7 +12,7 @@ from PIL import Image
 from ranks import mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.sample.command import USAGE, sample
+from hvdtrain.cli.evaluate.sample import USAGE, sample
 from hvdtrain.data.datasets import digits
 from hvdtrain.data.images.grid import grid
 from hvdtrain.errors import UserError

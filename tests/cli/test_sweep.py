@@ -21,8 +21,7 @@ from hvdtrain.cli.sweep.arguments import USAGE
 from hvdtrain.cli.sweep.command import exit_code, shares, sweep
 from hvdtrain.cli.sweep.optuna_study import OptunaStudy
 from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
-from hvdtrain.cli.sweep.table import rows_of, table_lines
-from hvdtrain.cli.sweep.trial import Result, Trial, error_line, state_of
+from hvdtrain.cli.sweep.trial import Result, Trial, error_line, rows_of, state_of, table_lines
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.sweep import SweepPoint, draw
 from hvdtrain.report.objective import ACCURACY, RunMetric

@@ -14,7 +14,7 @@ from ranks import FULL, mpirun, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
-from hvdtrain.cli.replay.command import compare
+from hvdtrain.cli.replay import compare
 from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.output import with_json_value
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\

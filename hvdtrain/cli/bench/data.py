@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
-from hvdtrain.cli.bench.on_ranks import run_on_ranks
-from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.cli.bench.trainer import Trainer
-from hvdtrain.cli.formatting import align, plural
-from hvdtrain.cli.json_output import print_result
+from hvdtrain.cli.bench.trainer import Trainer, quartiles, run_on_ranks
+from hvdtrain.cli.options import BenchParser, two_or_more
+from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.bench.arguments import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.bench.cost_model import (
     Cluster,
     Link,
@@ -28,11 +27,11 @@ from hvdtrain.cli.bench.cost_model import (
     step_errors,
 )
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
-from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.cli.formatting import plural
-from hvdtrain.cli.json_output import print_result
+from hvdtrain.cli.bench.trainer import quartiles
 from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun_command
 from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version
+from hvdtrain.cli.options import BenchParser, one_or_more, read_rank_counts
+from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure

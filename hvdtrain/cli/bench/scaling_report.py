@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.bench.cost_model import ALGORITHMS, Cluster, Link, StepModel, comm_s, step_s
-from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.cli.formatting import align, format_bytes, format_seconds, plural
+from hvdtrain.cli.bench.trainer import quartiles
+from hvdtrain.cli.output import align, format_bytes, format_seconds, plural
 from hvdtrain.report.figures.scaling_curve import EfficiencyLine
 
 SCALING_KINDS = ("weak", "strong")

@@ -10,12 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
-from hvdtrain.cli.bench.on_ranks import run_on_ranks
-from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.cli.bench.trainer import Trainer
-from hvdtrain.cli.formatting import plural
-from hvdtrain.cli.json_output import print_result
+from hvdtrain.cli.bench.trainer import Trainer, quartiles, run_on_ranks
+from hvdtrain.cli.options import BenchParser, two_or_more
+from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure

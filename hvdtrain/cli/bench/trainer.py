@@ -1,20 +1,28 @@
-"""A job that trains in blocks of steps, without evaluations, log and checkpoints: what benches time."""
+"""What benches have in common: work on all ranks, a job that trains in blocks of steps, and statistics of its timings."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.plugins import check_names
 from hvdtrain.config.schema import Config
+from hvdtrain.errors import DONE
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.begin import begin
-from hvdtrain.training.build import build_learner
+from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, open_datasets
+from hvdtrain.training.failure import end_every_rank
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
@@ -63,3 +71,33 @@ class Trainer:
         job.communicator.allreduce(np.zeros(1), "end")
         assert self.now.progress.step == last_step, (self.now.progress.step, last_step)
         return time.perf_counter() - began_s
+
+
+def run_on_ranks(config: Config, work: Callable[[Communicator, str], None]) -> int:
+    """work(communicator, why this engine was chosen) on every rank; returns the exit code."""
+    check_names(config)
+    communicator, engine_reason = connect(config, placement(os.environ))
+    try:
+        work(communicator, engine_reason)
+        communicator.close()
+        return DONE
+    except BaseException as error:  # SystemExit too
+        return end_every_rank(error, communicator, "bench")
+
+
+class Quartiles(NamedTuple):
+    low: float  # a quarter of the values is below
+    median: float
+    high: float  # a quarter of the values is above
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Interpolated, and never outside of the values; of one value three times that value."""
+    if len(values) == 1:
+        return Quartiles(values[0], values[0], values[0])
+    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def median_speedup(seconds: Sequence[float], other_seconds: Sequence[float]) -> float:
+    """How many times as fast as the other: the median of the ratio in each round; both have the same rounds."""
+    return statistics.median(other / ours for ours, other in zip(seconds, other_seconds, strict=True))

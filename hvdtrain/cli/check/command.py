@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from hvdtrain.cli.check.findings import describe_rank, finding_of_error
-from hvdtrain.cli.check.inspection import RankInspection, compare_ranks, connected_facts, inspect_job
-from hvdtrain.cli.check.rank_facts import local_facts
+from hvdtrain.cli.check import dry_run
+from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences, find_shortages, full_mesh
+from hvdtrain.cli.check.dry_run import RunFolderFacts
+from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
+from hvdtrain.cli.check.rank_facts import RankFacts, apart_from, completed, local_facts, network_variables
 from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
-from hvdtrain.cli.check.shared_resources import find_shortages
-from hvdtrain.cli.check.speed import no_speeds
-from hvdtrain.cli.check.time_limit import TimeLimit
-from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.check.speed import measure_speeds, no_speeds, read_clocks, slow_engine
 from hvdtrain.cli.options import CommandParser
+from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, SUBMITIT, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
+from hvdtrain.core.exit import exit_now
 from hvdtrain.core.stderr import print_stderr
-from hvdtrain.errors import DONE, USER, UserError
+from hvdtrain.errors import DONE, USER, Diverged, UserError
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
+from hvdtrain.training.replicas.software import code_digests, digest
+from hvdtrain.training.replicas.user_code import module_digests, named_modules
 
 USAGE = """\
 mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [key=value ...]
@@ -151,3 +157,189 @@ def _parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--limit", type=float, default=180.0)
     options, overrides = parser.parse_known_args(with_json_value(arguments))
     return Options(options.config, options.json, options.limit, overrides)
+
+
+_GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit
+_NETWORK_FIX = (
+    "look for the message of another rank; a host without this job, a firewall, or a network interface that other hosts cannot reach "
+    "(--mca btl_tcp_if_include eth0, HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+)
+
+
+class TimeLimit:
+    """A limit for each phase of a check; the next phase ends the one before it."""
+
+    def __init__(self, rank: int, limit_s: float) -> None:
+        self._rank = rank
+        self._limit_s = limit_s
+        self._phase_over = threading.Event()
+
+    def start_waiting(self, purpose: str) -> None:
+        """This rank waits for others, as in `purpose="to connect"`. Rank 0 reports for all ranks that wait."""
+        message = f"rank {self._rank} waited {self._limit_s:g} s for other ranks {purpose}"
+        self._start_phase(message if self._rank == 0 else None, _NETWORK_FIX)
+
+    def start_work(self, activity: str) -> None:
+        """This rank works alone, as in `activity="reading the data"`. Where it does not end, the others wait for this rank."""
+        message = f"rank {self._rank} is still {activity} after {self._limit_s:g} s"
+        self._start_phase(message, "look at this host, or give a longer --limit SECONDS")
+
+    def cancel(self) -> None:
+        """The check is over."""
+        self._phase_over.set()
+
+    def _start_phase(self, message: str | None, fix: str) -> None:
+        self._phase_over.set()
+        self._phase_over = threading.Event()
+        threading.Thread(target=self._end_late_phase, args=(self._phase_over, message, fix), daemon=True).start()
+
+    def _end_late_phase(self, phase_over: threading.Event, message: str | None, fix: str) -> None:
+        if phase_over.wait(self._limit_s):
+            return
+        if message is not None:
+            report = f"hvdtrain check: error: {message}\n  where: {socket.gethostname()}\n  fix: {fix}"
+            print_stderr(report)
+        if not phase_over.wait(_GRACE_S):
+            exit_now(USER)
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class RankInspection:
+    """What a rank finds out about itself."""
+
+    facts: RankFacts
+    findings: list[Finding] = field(default_factory=list)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """The action's result; where it raises, the error becomes a finding and the result is None.
+
+        The action must call no collective: where it raised on one rank only, the other ranks would wait.
+        """
+        try:
+            return action()
+        except Exception as error:
+            self.findings.append(finding_of_error(error, describe_rank(self.facts)))
+            return None
+
+
+def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
+    """The facts of a rank, numbered as the engine numbers it."""
+    facts = local_facts(place, os.environ)
+    facts["rank"] = communicator.rank
+    facts["size"] = communicator.size
+    facts["local_rank"] = communicator.local_rank
+    facts["local_size"] = communicator.local_size
+    facts["engine"] = communicator.name
+    facts["network_variables"] = network_variables(os.environ)  # the engine may have set one
+    return facts
+
+
+def inspect_job(rank: RankInspection, config: Config, communicator: Communicator) -> RunFolderFacts | None:
+    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
+    from hvdtrain.training.conflicts import refuse_conflicts
+
+    if communicator.rank == 0:
+        rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))
+    rank.facts["config"] = digest(values_by_key(config))
+    rank.facts["modules"] = module_digests(named_modules(config))
+    rank.facts["libraries"] = dry_run.load_libraries(communicator)
+    rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config))
+    rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, communicator))
+    if communicator.local_rank == 0:
+        rank.findings += rank.attempt(lambda: dry_run.try_cache_folder(rank.facts["host"])) or []
+    if communicator.rank != 0:
+        return None
+    run_folder = rank.attempt(lambda: dry_run.try_run_folder(config))
+    if run_folder is None:
+        return None
+    rank.findings += run_folder.findings
+    return run_folder.facts
+
+
+def compare_ranks(
+    rank: RankInspection,
+    config: Config,
+    run_folder: RunFolderFacts | None,
+    communicator: Communicator,
+    engine_reason: str,
+    place: Placement,
+    time_limit: TimeLimit,
+) -> Report:
+    """Brings the facts and findings of all ranks together and compares them. Every rank calls it and gets the whole report."""
+    time_limit.start_waiting("to compare")
+    speeds = measure_speeds(communicator, rank.facts, place)
+    rank.facts["clock_s"] = read_clocks(communicator)[communicator.rank]
+    first = communicator.broadcast_object(rank.facts)
+    gathered = communicator.allgather_object((apart_from(first, rank.facts), [tuple(finding) for finding in rank.findings]))
+    ranks = [completed(first, sent) for sent, _ in gathered]
+    findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
+    findings += _compare_code_and_configuration(communicator, config, ranks)
+    findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]
+    findings += full_mesh(communicator.name, communicator.size)
+    if communicator.size > 1 and not count_by_level(findings)["error"]:
+        time_limit.start_work("comparing the outputs of the model")
+        findings += _compare_outputs(communicator, config, ranks)
+    return Report(ranks, f"{communicator.name}: {engine_reason}", run_folder, speeds, most_severe_first(findings))
+
+
+def _compare_code_and_configuration(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
+    """File by file and key by key, but only where the digests differ. Every rank calls it, with the same `ranks`."""
+    findings: list[Finding] = []
+    if len({facts["code"] for facts in ranks}) > 1:
+        digests = [facts["code"] for facts in ranks]
+        findings += differing_code(ranks, _of_each_kind(communicator, digests, code_digests()))
+    if len({facts["config"] for facts in ranks}) > 1:
+        digests = [facts["config"] for facts in ranks]
+        findings += differing_configuration(ranks, _of_each_kind(communicator, digests, values_by_key(config)))
+    return findings
+
+
+def _of_each_kind(communicator: Communicator, digests: Sequence[str], own: dict[str, str]) -> list[dict[str, str]]:
+    """What each rank has, of which the first rank with each digest alone sends: 27 kB of the code of each rank are 221 MB of 8,192."""
+    firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    sent = communicator.allgather_object(own if firsts[digests[communicator.rank]] == communicator.rank else None)
+    return [sent[firsts[digest]] for digest in digests]
+
+
+def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
+    """The model of each rank, with the same weights, for one fixed batch: the same findings on all ranks. Every rank calls it."""
+    from hvdtrain.frameworks.learner import Learner
+    from hvdtrain.training.build import build_learner
+    from hvdtrain.training.build_task import restore_task
+    from hvdtrain.training.datasets import facts_of_task
+    from hvdtrain.training.replicas.broadcast import broadcast_state
+    from hvdtrain.training.replicas.probe import Probe
+
+    facts = ranks[communicator.rank]
+    data = facts["data"]
+    assert data is not None, "an error was found before"
+    task = restore_task(config, facts_of_task(data))
+    learner: Learner | None = None
+    failure: Finding | None = None
+    try:
+        learner = build_learner(config, task, communicator)
+    except Exception as error:
+        failure = finding_of_error(error, describe_rank(facts))
+    failures = [Finding(*found) for found in communicator.allgather_object(failure and tuple(failure)) if found]
+    if failures or learner is None:
+        return failures
+    broadcast_state(communicator, learner, None)
+    try:
+        Probe(config, task).compare(communicator, learner, [rank["host"] for rank in ranks], "before the first step")
+    except Diverged as error:
+        return [Finding("error", error.what, error.where, error.fix)]
+    return []
+
+
+def values_by_key(config: Config) -> dict[str, str]:
+    """ "batch.size" -> "64", for every key of the configuration."""
+    values: dict[str, str] = {}
+    for name, value in config.model_dump().items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": str(inner) for key, inner in value.items()}
+        else:
+            values[name] = str(value)
+    return values

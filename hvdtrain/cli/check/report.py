@@ -11,7 +11,7 @@ from hvdtrain.cli.check.dry_run import RunFolderFacts
 from hvdtrain.cli.check.findings import Finding, Level, count_by_level, group_ranks, number_ranges
 from hvdtrain.cli.check.rank_facts import RankFacts
 from hvdtrain.cli.check.speed import AllreduceSpeed, Speeds
-from hvdtrain.cli.formatting import align
+from hvdtrain.cli.output import align
 from hvdtrain.errors import DONE, USER
 
 _MOST_ROWS = 128

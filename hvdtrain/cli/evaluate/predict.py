@@ -6,17 +6,15 @@ import csv
 import io
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
-from hvdtrain.cli.evaluate.command import load_model
-from hvdtrain.cli.evaluate.data_file import read_data_file
+from hvdtrain.cli.evaluate.command import Arguments, load_model, name_of, parse, read_former_run
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.results import name_of
 from hvdtrain.config import plugins
 from hvdtrain.config.given import Given
 from hvdtrain.config.schema import Config
@@ -25,7 +23,9 @@ from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.find_files import FoundImages, find_images, left_out_note
 from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.data.own.safetensors_file import read_safetensors
+from hvdtrain.data.own.table import TARGETS
+from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.functions.measured import Measured
 from hvdtrain.tasks.language.build import Language
@@ -245,3 +245,62 @@ def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
     if is_softmax:
         largest = 1 / np.exp(logits - largest[:, None]).sum(1)
     return np.stack([label.astype(np.float64), largest], 1)
+
+
+TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
+
+
+def read_data_file(path: Path) -> Any:
+    """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read. Raises UserError."""
+    if path.suffix not in TABLE_SUFFIXES:
+        fix = f"a file that ends in {', '.join(SUFFIXES)}; or package.module:function of your own, or --images DIR"
+        raise UserError(f"{short(str(path))} is no file of numbers", "--data", fix)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}", "--data", "the path of a file, or package.module:function")
+    if path.suffix == ".csv":
+        return read_table(path)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path, str(path), "--data")
+    try:
+        with path.open("rb") as file:
+            found = np.load(file, allow_pickle=False)
+            return {name: found[name] for name in found.files} if path.suffix == ".npz" else found
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}", "--data", "a file that numpy.save or numpy.savez wrote") from None
+
+
+def read_table(path: Path) -> np.ndarray:
+    """(n, columns) of the numbers of a CSV file, whole where all are; its first row may name the columns, and a target is left out.
+
+    Raises UserError for a row of another length, and for what is no number.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}", "--data", "a table of numbers, as UTF-8") from None
+    if not rows:
+        raise UserError(f"{path} has no rows", "--data", "a row for each sample")
+    names = [] if all(map(_is_number, rows[0])) else rows.pop(0)
+    columns = [column for column in range(len(names or rows[0])) if not names or names[column].strip() not in TARGETS]
+    width = len(names or rows[0])
+    for number, row in enumerate(rows):
+        if len(row) != width:
+            raise UserError(f"row {number} of {path} has {len(row)} values, the first one {width}", "--data", "as many in each row")
+        wrong = next((column for column in columns if not _is_number(row[column])), None)
+        if wrong is not None:
+            what = (
+                f"row {number}, column {short(names[wrong]) if names else wrong} of {path} is {short(repr(row[wrong]))}, expected a number"
+            )
+            raise UserError(what, "--data", "replace it, or leave the row or the column out")
+    chosen = [[row[column].strip() for column in columns] for row in rows]
+    whole = all(value.lstrip("+-").isdigit() and len(value) < 18 for row in chosen for value in row)
+    return np.array(chosen, str).astype(np.int64 if whole else np.float64).reshape(len(rows), len(columns))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.cli.launch import elastic
-from hvdtrain.cli.launch.job_words import value_of
 from hvdtrain.cli.launch.launcher_commands import (
+    MPIS,
     Host,
     LaunchRequest,
+    command_for,
     container_command,
     forwarded_variables,
     identify_mpi,
@@ -34,8 +35,7 @@ from hvdtrain.cli.launch.machine import (
     output_of,
     visible_gpus,
 )
-from hvdtrain.cli.launch.other_machine import MPIS, command_for
-from hvdtrain.cli.launch.program import Program, check_exists, read_program
+from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.placement import placement

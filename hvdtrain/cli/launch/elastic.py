@@ -9,14 +9,12 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvdtrain.cli.launch import offers
+from hvdtrain.cli.launch import hosts
 from hvdtrain.cli.launch.decisions import choose
-from hvdtrain.cli.launch.job_words import value_of
+from hvdtrain.cli.launch.hosts import PROGRAM, Offer
 from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_command, read_hosts
 from hvdtrain.cli.launch.machine import MpiLauncher
-from hvdtrain.cli.launch.offers import Offer
-from hvdtrain.cli.launch.probes import PROGRAM
-from hvdtrain.cli.launch.program import Program
+from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor
 from hvdtrain.config.duration import parse_duration
@@ -132,12 +130,12 @@ def _offer(options: Namespace, slots_here: int) -> Offer:
     if len(named) > 1:
         raise UserError("more than one option names hosts", _WHERE, "one of -H, --hostfile and --hosts-from")
     if options.hosts is not None:
-        return offers.fixed(read_hosts(options.hosts))
+        return hosts.fixed(read_hosts(options.hosts))
     if options.hostfile is not None:
-        return offers.of_file(expand(options.hostfile, "--hostfile"))
+        return hosts.of_file(expand(options.hostfile, "--hostfile"))
     if options.hosts_from is not None:
-        return offers.of_script(expand(options.hosts_from, "--hosts-from"))
-    return offers.this_machine(slots_here)
+        return hosts.of_script(expand(options.hosts_from, "--hosts-from"))
+    return hosts.this_machine(slots_here)
 
 
 def _with_hosts(options: Namespace, offer: Offer, hosts: Sequence[Host]) -> Namespace:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from hvdtrain.cli.launch.child import start_child
+from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import REQUEUE

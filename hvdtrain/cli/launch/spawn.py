@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.child import start_child
 from hvdtrain.cli.launch.machine import visible_gpus
 from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, new_secret, parse_address, secret_of
+from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.errors import UserError
 

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.decision_record import Record, hosts_field, hosts_text
 from hvdtrain.cli.launch.decisions import Ended, Failure, at_step, choose, decide, reason_to_change, reason_to_give_up, slots_of
-from hvdtrain.cli.launch.host_book import HostBook
-from hvdtrain.cli.launch.job_events import JobEvents
+from hvdtrain.cli.launch.hosts import HostBook, Offer, Probes
 from hvdtrain.cli.launch.launcher_commands import Host
-from hvdtrain.cli.launch.offers import Offer
-from hvdtrain.cli.launch.probes import Probes
+from hvdtrain.cli.launch.records import JobEvents, Record, hosts_field, hosts_text
 from hvdtrain.cli.launch.run import STOPPING, LauncherRun
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
@@ -40,7 +37,7 @@ class Limits(NamedTuple):
 class Supervisor:
     """run: the job's folder, None of a script that has none, whose exit code counts; launcher: for hosts with their ranks.
 
-    probe: the launcher's line that runs PROGRAM of probes.py on a host.
+    probe: the launcher's line that runs PROGRAM of hosts.py on a host.
     """
 
     def __init__(

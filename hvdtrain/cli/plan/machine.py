@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.bench.allreduce_report import IN_PARTS
+from hvdtrain.cli.bench.allreduce import IN_PARTS
 from hvdtrain.cli.bench.cost_model import Link, fit_link
 from hvdtrain.cli.bench.scaling import link_points
 from hvdtrain.errors import UserError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.formatting import align
+from hvdtrain.cli.output import align
 from hvdtrain.cli.plan.forecast import Forecast
 from hvdtrain.comm.features import Feature, features_of
 from hvdtrain.comm.select_engine import possible_engines

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from hvdtrain.cli.formatting import align
+from hvdtrain.cli.output import align
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, given_cuts

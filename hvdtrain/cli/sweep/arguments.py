@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.json_output import with_json_value
 from hvdtrain.cli.options import CommandParser
+from hvdtrain.cli.output import with_json_value
 from hvdtrain.cli.sweep import optuna_study
 from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, grid_points, probes, random_points, read_space

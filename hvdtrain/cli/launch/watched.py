@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hvdtrain.cli.launch.ends_with_parent import end_with_parent
+from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import UserError

@@ -1,26 +1,160 @@
-"""What export reads from a run folder, which may come from a stranger: nothing in it is imported, built, unpickled or resolved."""
+"""hvdtrain export: writes the weights of a checkpoint to a file of their own, for inference with other software."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.given import is_object
-from hvdtrain.config.read import read_run_config
+from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.core.folder import Folder
+from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.optim.ema import averages
 from hvdtrain.tasks.inputs.transform import transform_of_facts
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.version import __version__
+
+USAGE = """\
+hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
+  RUN            the run folder, which has checkpoints/
+  --to           the file to write: model.safetensors, or model.pt for torch.load
+  --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
+                 stop.restore_best best
+  --force        overwrite FILE if it exists"""
+_WIDTH = 120  # letters of mean and std on the screen
+_SYNTAX = USAGE.partition("\n")[0]
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Runs `export`; returns the exit code. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    options = _parse(arguments)
+    run, to = expand(options.run, "RUN"), expand(options.to, "--to")
+    _check_target(to, options.force)
+    checkpoint, arrays, skipped = read_checkpoint(run, options.checkpoint)
+    notes_of_average: list[str] = []
+    if has_averages(run) and checkpoint.train_state.progress.step:
+        arrays = with_averages(arrays)
+        notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
+    weights = model_state(arrays, checkpoint)
+    fields, notes = metadata(run, checkpoint)
+    size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | fields)
+    numbers = sum(array.size for array in weights.values())
+    sizes = f"{len(weights)} arrays, {numbers:,} numbers, {size_bytes / 1e6:,.1f} MB"
+    written = f"{checkpoint.folder.name} of {run} ({_progress(checkpoint.train_state)}) -> {to}: {sizes}"
+    print("\n".join([*skipped, *notes, *notes_of_average, written, *_how_to_load(to, fields)]))
+    return DONE
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Raises UserError where the command line is not as USAGE says."""
+    parser = CommandParser("export", _SYNTAX)
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("--to")
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--force", action="store_true")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        suggestion = nearest(unknown[0].partition("=")[0], ["--to", "--checkpoint", "--force"])
+        raise UserError(f"unknown argument '{unknown[0]}'", "command line of export", f"{suggestion}; {_SYNTAX}")
+    for name, value in {"RUN": options.run, "--to": options.to}.items():
+        if value is None:
+            raise UserError(f"{name} is missing", "command line of export", _SYNTAX)
+    return options
+
+
+def _check_target(to: Path, force: bool) -> None:
+    """Raises UserError where the file cannot be written; called before the checkpoint is read."""
+    if to.suffix not in (".safetensors", ".pt"):
+        raise UserError(f"{to} ends neither in .safetensors nor in .pt", "--to", "as in --to model.safetensors")
+    if not os.path.isdir(to.parent):  # unlike Path.is_dir, False where permission is lacking
+        raise UserError(f"there is no folder {to.parent}", "--to", f"mkdir -p {to.parent}")
+    if os.path.isdir(to):
+        raise UserError(f"{to} is a folder", "--to", "give the name of a file")
+    if os.path.lexists(to) and not force:
+        raise UserError(f"{to} exists already", "--to", "--force overwrites it; or give another name")
+
+
+def _write(to: Path, weights: Arrays, fields: dict[str, str]) -> int:
+    """Writes the file, or leaves it as it was and raises UserError; returns its size in bytes.
+
+    A .pt file is a plain state_dict, without the metadata `fields`.
+    """
+    try:
+        with Folder.open(to.parent) as folder, folder.replacing(to.name) as file:
+            if to.suffix == ".pt":
+                from hvdtrain.frameworks.torch import export as torch_export
+
+                torch_export.save(weights, file)
+            else:
+                write_arrays(file, weights, fields)
+            return file.tell()
+    except OSError as error:
+        raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
+
+
+def _progress(train_state: TrainState) -> str:
+    """epoch 15.00, validation accuracy 0.7500 of step 20"""
+    epochs = f"epoch {train_state.progress.epochs:.2f}"
+    if math.isnan(train_state.last):
+        return f"{epochs}, not evaluated yet"
+    of_step = "" if train_state.evaluated == train_state.progress.step else f" of step {train_state.evaluated}"
+    return f"{epochs}, validation {train_state.objective} {train_state.last:.4f}{of_step}"
+
+
+def _input(fields: dict[str, str]) -> str:
+    """What the model is called with."""
+    if "dtype" in fields:  # of numbers that are not images
+        of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
+        if "mean" not in fields:
+            return of_x
+        return f"{fields['inputs']}, by the last axis: mean {_cut(fields['mean'])}, std {_cut(fields['std'])}, {of_x}"
+    if "task" in fields and "inputs" not in fields:
+        return f"of task.name={fields['task']:.200}: {fields.get('data', 'unknown'):.400}"
+    data = [f"{name} {fields.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
+    if "class_names" in fields:
+        data.append(f"named {fields['class_names']:.200}")
+    return f"{fields.get('inputs', '(pixels / 255 - mean) / std')}: {', '.join(data)}"
+
+
+def _cut(numbers: str) -> str:
+    """The first of many; the file has all."""
+    return numbers if len(numbers) <= _WIDTH else f"{numbers[:_WIDTH]} ..."
+
+
+def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
+    """Lines for people: the model, its input, and two lines of Python that load the file."""
+    lines = []
+    if "model" in fields:
+        lines.append(f"model    {fields['model']:.500} of framework {fields['framework']!r:.20}")
+    lines.append(f"input    {_input(fields)}")
+    path = json.dumps(str(to))
+    for_torch = fields.get("framework", "torch") == "torch"
+    if to.suffix == ".pt":
+        imports = "import torch"
+        weights = f"torch.load({path}, weights_only=True)"
+    else:
+        imports = f"from safetensors.{'torch' if for_torch else 'numpy'} import load_file"
+        weights = f"load_file({path})"
+    load = f"model.load_state_dict({weights})" if for_torch else f"weights = {weights}"
+    return [*lines, f"load it  {imports}", f"         {load}"]
+
 
 _LONGEST_NAME = 1000
 _DATA_KEYS = {"mean": "mean", "std": "std", "image_shape": "shape", "classes": "classes"}  # name in the file -> key of identity["data"]

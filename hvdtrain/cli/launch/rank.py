@@ -1,7 +1,8 @@
-"""A Python script, a module or a program, as its command line would run it; the first error of all ranks has the only traceback."""
+"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] script|module|program WORD ...: one rank of `launch -- train.py`."""
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import os
 import runpy
@@ -12,16 +13,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from hvdtrain.cli.launch.rank.watched import CALLS
+from hvdtrain.cli.launch.watched import CALLS, Watched, log_of
+from hvdtrain.comm.placement import placement
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.exit import exit_now, flush_output
-from hvdtrain.errors import LOST, USER, exit_code_of
+from hvdtrain.errors import LOST, USER, UserError, exit_code_of
 from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
+
+
+def main() -> int:
+    """Runs the words; returns their exit code. `launch` has checked what the user gave."""
+    parser = argparse.ArgumentParser(prog="hvdtrain.cli.launch.rank", allow_abbrev=False)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--logs")
+    parser.add_argument("kind", choices=("script", "module", "program"))
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    try:
+        rank = placement(os.environ).rank
+        log = log_of(options.logs, rank)
+    except UserError as error:
+        print(f"hvdtrain: {error}", file=sys.stderr)
+        return error.code
+    tag = b"" if options.plain else f"[{rank}] ".encode()
+    run = {"script": run_script, "module": run_module, "program": run_program}[options.kind]
+    return Watched(lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program").run(tag, log)
+
 
 APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
 CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
 LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
-_LAUNCHER = str(Path(__file__).parents[1])
+_LAUNCHER = str(Path(__file__).parents[0])
 Tell = Callable[[int], None]
 
 
@@ -98,7 +120,11 @@ def _leave(code: object, tell: Tell) -> int:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """Without the calls of this file and of runpy, which are no part of the script."""
+    """Without the calls of this folder and of runpy, which are no part of the script."""
     while trace and (trace.tb_frame.f_code.co_filename.startswith((_LAUNCHER, "<frozen runpy>"))):
         trace = trace.tb_next
     return trace
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`export`: the weights of one checkpoint, for inference elsewhere."""

@@ -1,1 +1,0 @@
-"""hvdtrain lab: the experiments of the course, and notebooks of their pages."""

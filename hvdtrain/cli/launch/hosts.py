@@ -1,0 +1,249 @@
+"""The hosts that a job can have: which ones are offered, which of them answer, and which are left out for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.cli.launch.launcher_commands import Host, read_hostfile
+from hvdtrain.errors import UserError, short
+
+SCRIPT_S = 10.0  # that the program may take
+_LARGEST_BYTES = 2**24
+_SCRIPT_FIX = "a program that prints a host in each line, as n1:4, and ends with 0 within 10 s"
+
+
+class Offer(NamedTuple):
+    """read(): the hosts that are offered now; may be none. It raises UserError where that cannot be told."""
+
+    read: Callable[[], tuple[Host, ...]]
+    is_local: bool = False  # this machine alone, without its name
+
+
+def fixed(hosts: tuple[Host, ...]) -> Offer:
+    return Offer(lambda: hosts)
+
+
+def this_machine(ranks: int) -> Offer:
+    return Offer(lambda: (Host("this machine", ranks),), is_local=True)
+
+
+def of_file(path: Path) -> Offer:
+    def read() -> tuple[Host, ...]:
+        try:
+            with path.open(encoding="utf-8") as file:
+                return read_lines(file.read(_LARGEST_BYTES), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the hosts: {error}", "--hostfile", "a text file with a host in each line: n1 slots=4") from None
+
+    return Offer(read)
+
+
+def of_script(path: Path) -> Offer:
+    """Raises UserError where there is no such program. It is started without a shell and without arguments."""
+    if not (path.is_file() and os.access(path, os.X_OK)):
+        raise UserError(f"there is no program {path}", "--hosts-from", f"{_SCRIPT_FIX}: chmod +x")
+
+    def read() -> tuple[Host, ...]:
+        try:
+            done = subprocess.run([path.absolute()], stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the program did not end within {SCRIPT_S:g} s", f"--hosts-from {path}", _SCRIPT_FIX) from None
+        except OSError as error:
+            raise UserError(f"cannot run the program: {error}", f"--hosts-from {path}", _SCRIPT_FIX) from None
+        if done.returncode:
+            last = (done.stderr.decode(errors="replace").splitlines() or ["no message"])[-1]
+            raise UserError(f"the program ended with {done.returncode}: {short(last)}", f"--hosts-from {path}", _SCRIPT_FIX)
+        return read_lines(done.stdout[:_LARGEST_BYTES].decode(errors="replace"), f"--hosts-from {path}")
+
+    return Offer(read)
+
+
+def read_lines(text: str, where: str) -> tuple[Host, ...]:
+    """Hosts in lines of a hostfile, which may have none just now. Raises UserError."""
+    lines = text.splitlines()
+    return read_hostfile(lines, where) if any(line.partition("#")[0].strip() for line in lines) else ()
+
+
+MOST_S = 900.0
+FORGOTTEN_S = 600.0  # of work without a failure, after which former ones do not count
+
+
+def left_out_s(failures: int, first_s: float) -> float:
+    """How long a host is left out after so many failures: first_s, and twice as long after each further one."""
+    return float(min(MOST_S, first_s * 2 ** min(failures - 1, 30)))
+
+
+@dataclass
+class _State:
+    answers: bool = False
+    failures: int = 0
+    until_s: float = 0.0  # left out, by the clock of the caller
+
+
+class HostBook:
+    """Times are those of a monotonic clock, which the caller reads. first_s: as left_out_s()."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._offered: tuple[Host, ...] = ()
+        self._states: dict[str, _State] = {}
+
+    @property
+    def offered(self) -> tuple[Host, ...]:
+        return self._offered
+
+    def offer(self, hosts: Sequence[Host]) -> None:
+        """From now on these hosts are offered, and no others. What is known of a host outlives that it is gone for a while."""
+        self._offered = tuple(hosts)
+
+    def unknown(self, now_s: float) -> list[str]:
+        """Hosts to ask whether they answer: offered, and not left out."""
+        found = ((host.name, self._states.setdefault(host.name, _State())) for host in self._offered)
+        return [name for name, state in found if not state.answers and now_s >= state.until_s]
+
+    def usable(self) -> tuple[Host, ...]:
+        """The hosts that are offered and answer."""
+        return tuple(host for host in self._offered if self._states.get(host.name, _State()).answers)
+
+    def answered(self, name: str) -> None:
+        self._states.setdefault(name, _State()).answers = True
+
+    def doubt(self, names: Iterable[str]) -> None:
+        """A job on these hosts failed: each has to answer again, at once."""
+        for name in names:
+            state = self._states.setdefault(name, _State())
+            state.answers, state.until_s = False, 0.0
+
+    def failed(self, name: str, now_s: float) -> float:
+        """The host does not answer; returns for how many seconds it is left out."""
+        state = self._states.setdefault(name, _State())
+        state.failures += 1
+        pause_s = left_out_s(state.failures, self._first_s)
+        state.answers, state.until_s = False, now_s + pause_s
+        return pause_s
+
+    def worked(self, names: Iterable[str], seconds: float) -> None:
+        """A start on these hosts lasted so long."""
+        if seconds >= FORGOTTEN_S:
+            for name in names:
+                self._states[name].failures = 0
+
+    def left_out(self, now_s: float) -> list[str]:
+        return [host.name for host in self._offered if self._states.get(host.name, _State()).until_s > now_s]
+
+
+AT_A_TIME = 32
+LOOPBACK_NAME = "localhost"
+PROGRAM = ("echo", "answers")
+SLOWER, SHORTEST_S = 5.0, 2.0  # a host that takes so much longer than before, and at least so long, does not answer
+
+
+class _Probe(NamedTuple):
+    process: subprocess.Popen[bytes]
+    began_s: float
+    folder: tempfile.TemporaryDirectory[str]  # of the launcher's session: a killed one leaves it behind
+
+    @property
+    def has_answered(self) -> bool:
+        """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in 20)."""
+        if self.process.poll() == 0:
+            return True
+        with suppress(OSError):  # somebody has removed it
+            return PROGRAM[-1].encode() in _output(self.folder.name).read_bytes()
+        return False
+
+
+class Probes:
+    """Asks many hosts at a time, without threads. command: the line that runs PROGRAM on a host, which has answer_s seconds for it.
+
+    The host of this process answers, of course.
+    """
+
+    def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
+        self._command, self._answer_s = command, answer_s
+        self._slowest_s: dict[str, float] = {}  # of each host's answers
+        self._running: dict[str, _Probe] = {}
+        self._waiting: list[str] = []
+        self.error = ""  # why the last host could not be asked; empty where it was
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Asks hosts whether they answer; those that are asked already are not asked twice."""
+        self._waiting += [name for name in names if name not in self._running and name not in self._waiting]
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def poll(self) -> dict[str, bool]:
+        """The hosts that have answered, or not, since the last call.
+
+        Those that cannot be asked now (no room on the disk, no process) are not in it: ask() again.
+        """
+        found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
+        self._waiting = [name for name in self._waiting if name not in found]
+        for name, probe in list(self._running.items()):
+            answers, seconds = probe.has_answered, time.monotonic() - probe.began_s
+            if not answers and probe.process.poll() is None and seconds < self._limit_s(name):
+                continue
+            self._end(self._running.pop(name))
+            found[name] = answers
+            if answers:
+                self._slowest_s[name] = max(seconds, self._slowest_s.get(name, 0.0))
+        while self._waiting and len(self._running) < AT_A_TIME:
+            try:
+                self._start(self._waiting.pop(0))
+                self.error = ""
+            except OSError as error:
+                self.error = error.strerror or f"{error}"
+                self._waiting.clear()
+        return found
+
+    def _limit_s(self, name: str) -> float:
+        """Once a host has answered it is known how long that takes there, so it is not waited for any longer where it is lost.
+
+        The others' times say nothing about it: a login that mounts a folder takes ten seconds on one host and none on the next.
+        """
+        slowest_s = self._slowest_s.get(name)
+        return self._answer_s if slowest_s is None else min(self._answer_s, max(SHORTEST_S, SLOWER * slowest_s))
+
+    def close(self) -> None:
+        while self._running:
+            self._end(self._running.popitem()[1])
+        self._waiting.clear()
+
+    def _start(self, name: str) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="hvd", ignore_cleanup_errors=True)
+        try:
+            with _output(folder.name).open("wb") as output:
+                process = subprocess.Popen(
+                    self._command(name),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "TMPDIR": folder.name},
+                    start_new_session=True,
+                )
+        except OSError:
+            folder.cleanup()
+            raise
+        self._running[name] = _Probe(process, time.monotonic(), folder)
+
+    def _end(self, probe: _Probe) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(probe.process.pid, signal.SIGKILL)  # its ssh, too
+        probe.process.wait()
+        probe.folder.cleanup()
+
+
+def _output(folder: str) -> Path:
+    return Path(folder, "output")

@@ -1,1 +1,0 @@
-"""hvdtrain replay: asynchronous training again, from the log of its updates."""
