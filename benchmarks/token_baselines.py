@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.read import configure
+from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.source import Source
-from hvdtrain.data.tokens.images import codebook_of
 from hvdtrain.training.datasets import open_datasets
 
 BLOCK = 4096  # windows at once

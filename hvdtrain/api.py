@@ -104,7 +104,7 @@ def train(
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
-    from hvdtrain.data.workers.worker import end_script_of_worker
+    from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.training.failure import report_user_errors
     from hvdtrain.training.run_rank import run_rank
 

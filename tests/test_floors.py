@@ -48,7 +48,7 @@ ALLOWED = {  # the only files that may import these
     "wandb": ("events/trackers/wandb.py",),
     "optuna": ("cli/sweep/optuna_study.py",),
     "pynvml": ("training/telemetry/energy.py",),
-    "pickle": ("data/workers/worker_pool.py", "data/workers/worker.py"),  # between a rank and its own workers, through a pipe
+    "pickle": ("data/worker_pool.py",),  # between a rank and its own workers, through a pipe
 }
 BANNED_FILES = {"utils", "helpers", "common", "base", "misc", "manager"}
 

@@ -12,7 +12,7 @@ from hvdtrain.config.section import COMMAND_LINE
 from hvdtrain.context.context import Context
 from hvdtrain.context.settings import WHERE, refuse_other_keys
 from hvdtrain.core.exit import exit_now
-from hvdtrain.data.workers.worker import end_script_of_worker
+from hvdtrain.data.worker_pool import end_script_of_worker
 from hvdtrain.errors import UserError, exit_code_of
 from hvdtrain.training.failure import RankFailed, report_user_errors
 from hvdtrain.training.run_rank import connected_rank

@@ -12,8 +12,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.checked_source import as_declared
+from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source, read_in_epochs
 from hvdtrain.errors import UserError

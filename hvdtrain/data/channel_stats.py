@@ -1,11 +1,16 @@
-"""Mean and standard deviation of each channel of a data set: exact, and the same bits on every rank and in every order of samples."""
+"""Mean and standard deviation of each channel of a data set or of a fixed part: the same bits on every rank, in every order of samples."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+
+from hvdtrain.core.seeds import fold
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
 
 _BLOCK_BYTES = 2**22  # of pixels counted at once: np.bincount takes eight times as much
 
@@ -47,3 +52,39 @@ def _mean_and_std(counts: list[int]) -> tuple[float, float]:
     squares = sum(value * value * count for value, count in enumerate(counts))
     spread = squares * pixels - total * total  # pixels^2 times the variance
     return total / (255 * pixels), math.sqrt(spread) / (255 * pixels) if spread else 1.0
+
+
+_IMAGES = 2000
+_VALUES = 2**28  # at most, so that large images do not delay the start
+_BLOCK_VALUES = 2**24  # read at once
+
+
+class Images(Protocol):
+    """A source of images (data/source.py), as far as statistics read it."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    def __len__(self) -> int: ...
+    def read(self, indices: np.ndarray) -> Batch: ...
+
+
+def sampled_stats(source: Images) -> ChannelStats:
+    """Over a fixed part of the images of a source: exact over that part, and equal on all ranks.
+
+    At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are read.
+    """
+    values, images = math.prod(source.shape), len(source)
+    most = max(1, min(_IMAGES, _VALUES // values))
+    chosen = np.arange(images)
+    if images > most:
+        chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(images)).astype(np.int64)
+    return stats_of_images(source, chosen)
+
+
+def stats_of_images(source: Images, indices: np.ndarray) -> ChannelStats:
+    """Over the images at `indices`, read in blocks of about 2**24 values."""
+    block = max(1, _BLOCK_VALUES // math.prod(source.shape))
+    counts = np.zeros((source.shape[2], 256), np.int64)
+    for start in range(0, len(indices), block):
+        counts += channel_counts(source.read(indices[start : start + block])["x"])
+    return stats_of_counts(counts)

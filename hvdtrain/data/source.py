@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
+
 
 Split = Literal["train", "val"]
 _LABELS = 2**20  # that are looked at at once
@@ -98,6 +100,19 @@ def image_fields(images: LabelledImages) -> dict[str, Field]:
 def image_digests(images: LabelledImages, seed: int) -> dict[str, str]:
     """Source.digests() of images with labels."""
     return {"labels": images.label_digest(), "images": images.image_digest(seed)}
+
+
+_DIGEST_IMAGES = 64
+_DIGEST_VALUES = 2**24  # at most: 0.1 s of large JPEG files
+_DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
+
+
+def digest_of_some(source: LabelledImages, seed: int) -> str:
+    """A digest of at most 64 images and their labels, fewer of large ones: drawn by counters, equal on all ranks."""
+    most = max(1, min(_DIGEST_IMAGES, _DIGEST_VALUES // math.prod(source.shape)))
+    drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(source))
+    batch = source.read(np.unique(drawn).astype(np.int64))
+    return digest({"x": batch["x"], "y": batch["y"]})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""Part of a data set as a data set of its own, and a training set that is divided to have a part for validation."""
+"""Data sets made of another one: part of it, the two parts of a divided training set, or its images under other label numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,9 +10,7 @@ import numpy as np
 
 from hvdtrain.core.digest import digest
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.sampled_digest import digest_of_some
-from hvdtrain.data.sampled_stats import sampled_stats
+from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
 from hvdtrain.data.source import (
     ArraySource,
     Field,
@@ -21,6 +19,7 @@ from hvdtrain.data.source import (
     check_indices,
     crops_at_random,
     digest_of_labels,
+    digest_of_some,
     image_digests,
     image_fields,
     known_labels,
@@ -32,6 +31,7 @@ from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
+
 
 _SEED = 1618  # of the division, which is the same in every run and for every seed
 
@@ -181,6 +181,60 @@ class SubsetOfImages:
 
     def image_digest(self, seed: int) -> str:
         return digest_of_some(self, seed)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}
+
+
+def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
+    """The source with the labels that its classes have in `class_names`, which has all of them."""
+    numbers = np.array([class_names.index(name) for name in source.class_names], np.int64)
+    if isinstance(source, ArraySource):
+        return replace(source, y=numbers[source.y], classes=len(class_names), class_names=tuple(class_names))
+    return Relabelled(source, numbers, tuple(class_names))
+
+
+@dataclass(frozen=True, eq=False)
+class Relabelled:
+    """A source whose labels are numbered anew."""
+
+    source: LabelledImages
+    numbers: np.ndarray  # int64 (classes of the source,): the new label of each
+    class_names: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.source.shape
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def labels(self) -> np.ndarray:
+        return self.numbers[self.source.labels()]
+
+    def read(self, indices: np.ndarray) -> Batch:
+        batch = self.source.read(indices)
+        return batch | {"y": self.numbers[batch["y"]]}
+
+    def stats(self) -> ChannelStats:
+        return self.source.stats()
+
+    def label_digest(self) -> str:
+        return digest_of_labels(self.labels())
+
+    def image_digest(self, seed: int) -> str:
+        return self.source.image_digest(seed)
 
     def digests(self, seed: int) -> dict[str, str]:
         return image_digests(self, seed)

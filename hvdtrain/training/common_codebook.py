@@ -10,8 +10,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.tokens.codebook import Codebook
-from hvdtrain.data.tokens.images import FILE, MOST_BYTES, TokenImages, UnencodedImages, from_json, to_json
+from hvdtrain.data.codebook import FILE, MOST_BYTES, Codebook, TokenImages, UnencodedImages, from_json, to_json
 from hvdtrain.errors import UserError
 
 

@@ -16,15 +16,14 @@ from hvdtrain.config import plugins
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
+from hvdtrain.data.codebook import UnencodedImages
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.checked_source import as_declared
+from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, reads_in_process
 from hvdtrain.data.subset import Division, divide, subset
-from hvdtrain.data.tokens.images import UnencodedImages
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.classification.labels import notes_on_labels

@@ -11,8 +11,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.sampler import evaluated_samples
-from hvdtrain.data.tokens.images import codebook_of
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.begin import begin

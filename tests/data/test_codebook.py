@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
+from hvdtrain.data.codebook import Codebook, Encoder, draw_pixels, k_means, make_codebook, nearest, reduce_images
 from hvdtrain.data.datasets import digits, synthetic
 from hvdtrain.data.source import ArraySource
-from hvdtrain.data.tokens.codebook import Codebook, Encoder, draw_pixels, k_means, make_codebook, nearest, reduce_images
 from hvdtrain.errors import UserError
 
 

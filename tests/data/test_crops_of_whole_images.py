@@ -14,11 +14,9 @@ from test_folder import save
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images.crop_boxes import crop_boxes
-from hvdtrain.data.images.decode import Box, Undecoded
-from hvdtrain.data.images.draws import draw_keys
+from hvdtrain.data.images.decode import Box, Undecoded, coarsest_scale, read_header
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.jpeg import coarsest_scale, read_header
+from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.sampler import Positions
 from hvdtrain.data.source import read_in_epochs
 from hvdtrain.training.datasets import open_datasets

@@ -45,7 +45,7 @@ def test_a_killed_rank_or_worker_leaves_no_process(tmp_path: Path, end: str) -> 
 
 
 def workers(job: Job) -> list[int]:
-    return [pid for pid in job.processes() if b"hvdtrain.data.workers.worker" in command(pid)]
+    return [pid for pid in job.processes() if b"hvdtrain.data.worker_pool" in command(pid)]
 
 
 def command(pid: int) -> bytes:

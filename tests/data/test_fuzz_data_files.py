@@ -13,7 +13,7 @@ from fuzz_files import zeros_in_gzip
 from fuzz_images import png_of, rle_bmp, sound_images
 
 from hvdtrain.data.datasets import cifar, folder, idx, synthetic
-from hvdtrain.data.files import default_folders
+from hvdtrain.data.files import folders
 from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
 
@@ -140,7 +140,7 @@ def test_synthetic_images_of_a_huge_size_are_errors() -> None:
 
 
 def test_a_home_folder_of_an_unknown_user() -> None:
-    for make in (lambda: default_folders.data_root(Path("~nobodyhere/x")), lambda: folder.build("folder", Path("~nobodyhere"), "train")):
+    for make in (lambda: folders.data_root(Path("~nobodyhere/x")), lambda: folder.build("folder", Path("~nobodyhere"), "train")):
         with pytest.raises(
             UserError, match="cannot find the folder ~nobodyhere.*: Could not determine home directory.\n  where: data.root"
         ):

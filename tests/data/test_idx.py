@@ -16,9 +16,7 @@ from ranks import HANG_S
 from waiting import wait_until
 
 from hvdtrain.data.datasets import idx
-from hvdtrain.data.files.default_folders import cache_root, data_root
-from hvdtrain.data.files.download import RequiredFiles, download
-from hvdtrain.data.files.lock import locked
+from hvdtrain.data.files.folders import RequiredFiles, cache_root, data_root, download, locked
 from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
 
@@ -229,7 +227,7 @@ def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
 ONE_OF_MANY = """
 import sys, time
 from pathlib import Path
-from hvdtrain.data.files.download import RequiredFiles, download
+from hvdtrain.data.files.folders import RequiredFiles, download
 def pull(staging):
     print("pulled")
     while not Path(sys.argv[2]).exists():
@@ -257,7 +255,7 @@ def test_one_process_downloads_and_the_others_wait(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
-    holder = "import sys, time\nfrom pathlib import Path\nfrom hvdtrain.data.files.lock import locked\n"
+    holder = "import sys, time\nfrom pathlib import Path\nfrom hvdtrain.data.files.folders import locked\n"
     holder += "with locked(Path(sys.argv[1]), ''):\n    print('held', flush=True)\n    time.sleep(2000)"
     with subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.read import configure
+from hvdtrain.data.codebook import Codebook, TokenImages, codebook_of, from_json, reduce_images, to_json
 from hvdtrain.data.datasets import digits, image_tokens, synthetic
-from hvdtrain.data.tokens.codebook import Codebook, reduce_images
-from hvdtrain.data.tokens.images import TokenImages, codebook_of, from_json, to_json
 from hvdtrain.errors import UserError
 from hvdtrain.training.common_codebook import read_codebook, write_codebook
 from hvdtrain.training.datasets import build_source, identity, open_datasets

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.keyed_permutation import permuted
+from hvdtrain.data.sampler import permuted
 
 MASK = 2**64 - 1
 

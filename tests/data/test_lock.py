@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.check.dry_run import _locks_work
-from hvdtrain.data.files.lock import locked
+from hvdtrain.data.files.folders import locked
 from hvdtrain.errors import UserError
 
 

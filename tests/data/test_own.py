@@ -25,8 +25,7 @@ from waiting import wait_until
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.checked_source import as_declared
+from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.own.dataset import DatasetSource
 from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source, read_in_epochs
 from hvdtrain.data.subset import divide
@@ -292,8 +291,8 @@ import numpy as np
 import own_datasets
 import hvdtrain
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.checked_source import as_declared
-from hvdtrain.data.workers.worker import end_script_of_worker
+from hvdtrain.data.own.as_source import as_declared
+from hvdtrain.data.worker_pool import end_script_of_worker
 
 class Mine(own_datasets.Flawed):
     def __getitem__(self, index):

@@ -20,7 +20,7 @@ from test_folder import PROJECT, colour, fill, save
 from xxhash import xxh3_64_intdigest
 
 from hvdtrain.data.datasets import folder
-from hvdtrain.data.images.checked_array import MOST_ROWS, checksums, rows_of_block
+from hvdtrain.data.files.npy import MOST_ROWS, checksums, rows_of_block
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import PackedSource, pack
 from hvdtrain.data.source import ArraySource, Source

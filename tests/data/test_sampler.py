@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.keyed_permutation import permuted
 from hvdtrain.data.sampler import (
     LARGEST_SORTED,
     Sampling,
@@ -17,6 +16,7 @@ from hvdtrain.data.sampler import (
     indices,
     largest_share,
     permutation,
+    permuted,
     positions_of_rank,
     share_bounds,
     shuffle_version,

@@ -22,9 +22,8 @@ from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.own import arrays
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.own.dataset import labels_of
-from hvdtrain.data.relabelled import relabelled
 from hvdtrain.data.source import ArraySource, Source, smallest
-from hvdtrain.data.subset import SubsetOfImages, divide, validation_mask
+from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, validation_mask
 from hvdtrain.errors import UserError
 
 PROJECT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.checked_source import as_declared
+from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import ArraySource, Source, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification import build as classification

@@ -17,7 +17,7 @@ from hvdtrain.core.digest import digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.source import ArraySource
 from hvdtrain.data.subset import subset
-from hvdtrain.data.tokens.text import Windows
+from hvdtrain.data.text import Windows
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.build_task import build_task

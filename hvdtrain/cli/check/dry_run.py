@@ -130,7 +130,7 @@ def _find_other_job(config: Config) -> list[Finding]:
 
 def try_cache_folder(host: str) -> list[Finding]:
     """Whether the folder for downloaded data and built wheels can be written and locked; one rank of each host calls it."""
-    from hvdtrain.data.files.default_folders import cache_root
+    from hvdtrain.data.files.folders import cache_root
 
     folder = cache_root()
     fix = "give XDG_CACHE_HOME= a folder on a local disk, or data.root=DIR; mount a network file system with locks (flock)"
@@ -153,7 +153,7 @@ def _nearest_existing(folder: Path) -> Path:
 
 def _locks_work(folder: Path) -> bool:
     """Whether a second lock of a new file there is refused. Raises OSError where no file can be written."""
-    from hvdtrain.data.files.lock import NO_LOCKS
+    from hvdtrain.data.files.folders import NO_LOCKS
 
     name = f".hvdtrain-check-{secrets.token_hex(8)}{UNFINISHED}"
     with Folder.open(folder) as opened, opened.create(name) as first:

@@ -17,9 +17,9 @@ from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.core.program import command_line, path_argument
-from hvdtrain.data.own.checked_source import as_declared
-from hvdtrain.data.relabelled import relabelled
+from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.subset import relabelled
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite

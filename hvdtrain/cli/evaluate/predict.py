@@ -20,11 +20,9 @@ from hvdtrain.config.given import Given
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
-from hvdtrain.data.images.find_files import FoundImages, find_images, left_out_note
-from hvdtrain.data.images.image_files import ImageFiles
+from hvdtrain.data.images.image_files import FoundImages, ImageFiles, find_images, left_out_note
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.own.safetensors_file import read_safetensors
-from hvdtrain.data.own.table import TARGETS
+from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.functions.measured import Measured

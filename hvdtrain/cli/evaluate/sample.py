@@ -15,10 +15,10 @@ from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_for
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.codebook import Codebook
 from hvdtrain.data.images.grid import grid, png
 from hvdtrain.data.sampler import permutation
-from hvdtrain.data.tokens.codebook import Codebook
-from hvdtrain.data.tokens.text import decode, read_tokenizer
+from hvdtrain.data.text import decode, read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.tasks.language.build import Language

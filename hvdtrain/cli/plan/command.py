@@ -22,7 +22,7 @@ from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ran
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
-from hvdtrain.data.files.download import FilesMissing
+from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.optim.rule import Rule

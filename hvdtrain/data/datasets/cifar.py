@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.files.default_folders import data_root
-from hvdtrain.data.files.download import RequiredFiles, download
+from hvdtrain.data.files.folders import RequiredFiles, data_root, download
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 

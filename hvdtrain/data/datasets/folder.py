@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.default_folders import cache_root, check_folder
+from hvdtrain.data.files.folders import cache_root, check_folder
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
-from hvdtrain.data.images.find_files import find_images, is_hidden, left_out_note
-from hvdtrain.data.images.image_files import ImageFiles
+from hvdtrain.data.images.image_files import ImageFiles, find_images, is_hidden, left_out_note
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import LabelledImages, Split, smallest

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import DataConfig
+from hvdtrain.data.codebook import UnencodedImages
 from hvdtrain.data.source import LabelledImages, Split
-from hvdtrain.data.tokens.images import UnencodedImages
 from hvdtrain.errors import UserError
 
 

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.sampled_digest import digest_of_some
-from hvdtrain.data.sampled_stats import stats_of_images
-from hvdtrain.data.source import Field, LabelledImages, Split, check_indices, digest_of_labels, image_digests, image_fields
+from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
+from hvdtrain.data.source import Field, LabelledImages, Split, check_indices, digest_of_labels, digest_of_some, image_digests, image_fields
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.tokens.text import MOST_BYTES, Windows, encode, read_tokenizer
+from hvdtrain.data.text import MOST_BYTES, Windows, encode, read_tokenizer
 from hvdtrain.errors import UserError
 
 _NAMES: dict[Split, str] = {"train": "train.txt", "val": "val.txt"}

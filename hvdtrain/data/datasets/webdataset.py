@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.default_folders import cache_root, check_folder
-from hvdtrain.data.files.lock import locked
+from hvdtrain.data.files.folders import cache_root, check_folder, locked
 from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.image_source import ImageSource

@@ -1,14 +1,20 @@
-"""Arrays in .npy files: written whole or not at all, and read back memory-mapped, with their shape checked."""
+"""Arrays in .npy files: written whole or not at all, read back memory-mapped, and where they are images, with a checksum of each block."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import xxhash
+
+from hvdtrain.errors import UserError
 
 
 def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> np.ndarray | None:
@@ -48,3 +54,85 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[byt
     except BaseException:
         partial.unlink(missing_ok=True)  # up to 1 GiB
         raise
+
+
+_BLOCK_BYTES = 2**16  # a read of one small image checks at most so much
+MOST_ROWS = 64  # in a block
+_AGAIN = "start again: its images are decoded again"
+
+
+def rows_of_block(shape: tuple[int, ...]) -> int:
+    """How many images, of shape[1:], a checksum is of: a power of two, so that it divides MOST_ROWS."""
+    rows = min(MOST_ROWS, max(1, _BLOCK_BYTES // math.prod(shape[1:])))
+    return 1 << rows.bit_length() - 1
+
+
+def checksums(images: np.ndarray, rows: int) -> list[int]:
+    """XXH3 of each block of so many images, 64 bits; the last block may be shorter."""
+    return [xxhash.xxh3_64_intdigest(images[start : start + rows].data) for start in range(0, len(images), rows)]
+
+
+def checksum_path(path: Path) -> Path:
+    """The file of the checksums of an array file."""
+    return path.with_name(f"{path.name}.xxh3")
+
+
+def write_checksums(path: Path, sums: np.ndarray) -> None:
+    """Writes uint64 (blocks,) for the array file at `path`. Raises OSError."""
+    with write_npy(checksum_path(path), "<u8", sums.shape) as out:
+        out.write(sums.astype("<u8").tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedArray:
+    """An array file of images; a block is compared with its checksum when an image of it is read for the first time.
+
+    A file that shrinks while it is mapped would end the process with a bus error, so each read asks for its length first.
+    """
+
+    path: Path
+    images: np.ndarray  # uint8 (rows, H, W, C), memory-mapped
+    sums: np.ndarray  # uint64 (blocks,)
+    checked: np.ndarray = field(init=False)  # bool (blocks,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "checked", np.zeros(len(self.sums), bool))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The images at `rows`, int64 (n,), in fresh memory. Safe to call from several threads. Raises UserError for a damaged block."""
+        with contextlib.suppress(FileNotFoundError):  # removed: what is mapped stays
+            if self.path.stat().st_size < self.images.nbytes:
+                raise UserError("cached images were cut off while they were in use", str(self.path), _AGAIN)
+        blocks = rows // rows_of_block(self.images.shape)
+        for block in np.unique(blocks[~self.checked[blocks]]).tolist():
+            if not self._is_sound(block):
+                raise self._damaged(block)
+            self.checked[block] = True
+        return np.asarray(self.images[rows])
+
+    def is_sound(self) -> bool:
+        """Whether every block has its checksum: 0.1 s for each GiB in memory."""
+        return all(self._is_sound(block) for block in range(len(self.sums)))
+
+    def _is_sound(self, block: int) -> bool:
+        rows = rows_of_block(self.images.shape)
+        return checksums(self.images[block * rows : (block + 1) * rows], rows) == [int(self.sums[block])]
+
+    def _damaged(self, block: int) -> UserError:
+        """Removes the file, so that the next start makes it again; this process and others still have it mapped."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        rows = rows_of_block(self.images.shape)
+        last = min((block + 1) * rows, len(self)) - 1
+        what = f"cached images were altered after they had been written: images {block * rows} to {last} of the file"
+        return UserError(what, str(self.path), f"remove it; {_AGAIN}" if self.path.exists() else _AGAIN)
+
+
+def load_checked(path: Path, shape: tuple[int, ...]) -> CheckedArray | None:
+    """The array file at `path` with its checksums; None where either is absent, or is not of this shape."""
+    images = load_npy(path, np.dtype(np.uint8), shape)
+    sums = load_npy(checksum_path(path), np.dtype("<u8"), (-(-shape[0] // rows_of_block(shape)),))
+    return None if images is None or sums is None else CheckedArray(path, images, sums)

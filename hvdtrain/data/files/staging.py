@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.copying import CopyThread, FileSelection, FileState, checksum, copy_file, for_each_file, format_bytes, list_files
-from hvdtrain.data.files.default_folders import data_root
-from hvdtrain.data.files.lock import locked
+from hvdtrain.data.files.folders import data_root, locked
 from hvdtrain.errors import UserError
 
 _WITHOUT_FILES = ("digits", "synthetic")

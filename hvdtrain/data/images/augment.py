@@ -12,12 +12,10 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.images.crop_boxes import crop_boxes
-from hvdtrain.data.images.draws import draw_keys, integers, uniform
-from hvdtrain.data.images.resized_crop import resized_crop
+from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, resized_crop, uniform
 from hvdtrain.errors import UserError
 
-# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: crop_boxes.py.
+# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: resized_crop.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.images.crop_boxes import crop_boxes
+from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
 from hvdtrain.data.images.decode import Box, Name, Undecoded, centre_square
-from hvdtrain.data.images.draws import draw_keys
-from hvdtrain.data.sampled_digest import digest_of_some
-from hvdtrain.data.sampled_stats import sampled_stats
-from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields, read_labels
-from hvdtrain.data.workers.worker_pool import WorkerPool
+from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
+from hvdtrain.data.source import Field, check_indices, digest_of_labels, digest_of_some, image_digests, image_fields, read_labels
+from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

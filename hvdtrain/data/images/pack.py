@@ -19,24 +19,22 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.files.lock import locked
-from hvdtrain.data.files.npy import write_npy
-from hvdtrain.data.images.checked_array import MOST_ROWS, CheckedArray, checksums, load_checked, rows_of_block, write_checksums
+from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
+from hvdtrain.data.files.folders import locked
+from hvdtrain.data.files.npy import MOST_ROWS, CheckedArray, checksums, load_checked, rows_of_block, write_checksums, write_npy
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.sampled_digest import digest_of_some
-from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import (
     ArraySource,
     Field,
     LabelledImages,
     check_indices,
     digest_of_labels,
+    digest_of_some,
     image_digests,
     image_fields,
     read_labels,
 )
-from hvdtrain.data.workers.worker_pool import WorkerPool
+from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,10 +1,59 @@
-"""Random resized crop: boxes of images resized to the images' size, bilinear in integers, so that every device gives the same bytes."""
+"""Random resized crop: boxes drawn by counters, resized bilinearly in integers, so that every device gives the same bytes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+
+from hvdtrain.core.seeds import fold
+
+_STREAM = 0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
+
+
+def draw_keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """A seed for each sample in its epoch, uint64 (n,), of int64 (n,) both."""
+    keys: np.ndarray = fold(seed, _STREAM, epochs.astype(np.uint64), samples.astype(np.uint64))
+    return keys
+
+
+def uniform(keys: np.ndarray, counters: range) -> np.ndarray:
+    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52 random bits k."""
+    bits = fold(keys[:, None], np.array(counters, np.uint64))
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
+
+
+def integers(uniform_numbers: np.ndarray, limit: int) -> np.ndarray:
+    """int64 0 ... limit - 1, with equal probabilities up to limit / 2^52."""
+    return (uniform_numbers * limit).astype(np.int64)
+
+
+_TRIES = 10
+_COUNTERS = range(16, 16 + 2 * _TRIES + 2)  # apart from those in augment.py
+
+
+def crop_boxes(keys: np.ndarray, smallest: float, height: int | np.ndarray, width: int | np.ndarray) -> np.ndarray:
+    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4): top, left, height, width.
+
+    keys: draw_keys(), uint64 (n,). smallest: share of the area. height, width: of all images, or of each, int64 (n,).
+    The area is uniform from `smallest` of the image to all of it, the aspect ratio log-uniform from 3/4 to 4/3. The first of ten tries that
+    fits into the image counts; where none does, the largest centred box of an allowed ratio.
+    """
+    drawn = uniform(keys, _COUNTERS)
+    height, width = np.broadcast_to(height, len(keys)), np.broadcast_to(width, len(keys))
+    area = (height * width)[:, None] * (smallest + (1 - smallest) * drawn[:, :_TRIES])
+    ratio = np.exp(np.log(4 / 3) * (2 * drawn[:, _TRIES : 2 * _TRIES] - 1))
+    tall = np.rint(np.sqrt(area / ratio)).astype(np.int64)  # (n, tries)
+    wide = np.rint(np.sqrt(area * ratio)).astype(np.int64)
+    fits = (tall > 0) & (tall <= height[:, None]) & (wide > 0) & (wide <= width[:, None])
+    any_fits = fits.any(1)[:, None]
+    first = (np.arange(len(fits)), fits.argmax(1))
+    centred = np.minimum(height, np.rint(width * 4 / 3)), np.minimum(width, np.rint(height * 4 / 3))
+    sides = np.where(any_fits, np.stack([tall[first], wide[first]], 1), np.stack(centred, 1).astype(np.int64))
+    margin = np.stack([height, width], 1) - sides
+    corner = np.where(any_fits, (drawn[:, 2 * _TRIES :] * (margin + 1)).astype(np.int64), margin // 2)
+    return np.concatenate([corner, sides], 1)
+
 
 WEIGHT_ONE = 2**11  # the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
 _BLOCK_NUMBERS = 2**16  # int32 numbers computed at once: they stay in the cache, and their memory is reused

@@ -11,10 +11,9 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.own.random_state import evaluation_seeds, random_state_kept, training_seeds
-from hvdtrain.data.own.samples import Samples, probed
+from hvdtrain.data.own.samples import Samples, evaluation_seeds, probed, random_state_kept, training_seeds
 from hvdtrain.data.source import Field, check_indices, smallest
-from hvdtrain.data.workers.worker_pool import WorkerPool
+from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 _SAMPLES = 64  # of a digest

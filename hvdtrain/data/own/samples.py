@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +15,13 @@ import numpy as np
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
-from hvdtrain.data.own.arrays import has_channels_first, is_array, to_numpy
-from hvdtrain.data.own.random_state import evaluation_seeds, set_random_state
-from hvdtrain.data.own.table import TARGETS
+from hvdtrain.core.seeds import fold
+from hvdtrain.data.own.arrays import TARGETS, has_channels_first, is_array, to_numpy
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line, short
+
+_TRAINING, _EVALUATION = 0x747261, 0x6576616C  # two streams of counters
+
 
 _INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a sample's dict has is x
 
@@ -190,3 +195,40 @@ def defined_at(function: Any) -> str:
 
 def _names(fields: Mapping[str, Any]) -> str:
     return ", ".join(sorted(fields))
+
+
+def training_seeds(indices: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
+    """uint64 (n,): of the samples at `indices` in their epochs, whatever process reads them."""
+    return np.asarray(fold(fold(_TRAINING, seed), epochs.astype(np.uint64), indices.astype(np.uint64)), np.uint64)
+
+
+def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
+    """Seeds of samples, equal in every evaluation and for every seed of a job."""
+    return np.asarray(fold(_EVALUATION, indices.astype(np.uint64)), np.uint64)
+
+
+def set_random_state(seed: int) -> None:
+    """20 microseconds. torch's generator is seeded where torch is imported; that of a device is not."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Inside it torch computes on one thread, as in a worker process; at its end all is as before."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state()
+    of_torch = (torch.default_generator.get_state(), torch.get_num_threads()) if torch else None
+    if torch and of_torch and of_torch[1] != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch and of_torch:
+            torch.default_generator.set_state(of_torch[0])
+            if of_torch[1] != 1:
+                torch.set_num_threads(of_torch[1])

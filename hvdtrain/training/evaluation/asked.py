@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import as_images, is_array
+from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.table import TARGETS
 from hvdtrain.data.source import Field, Source, arrays_in_memory, check_numbers, reads_from_memory, reads_in_process
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.columns import is_image

@@ -15,10 +15,10 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
+from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.images.grid import grid, png
 from hvdtrain.data.source import Source
-from hvdtrain.data.tokens.images import codebook_of
-from hvdtrain.data.tokens.text import decode, read_tokenizer
+from hvdtrain.data.text import decode, read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn

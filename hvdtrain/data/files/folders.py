@@ -1,10 +1,12 @@
-"""Downloading the files of a data set: by one process of a machine, each file whole or absent."""
+"""The folders of data sets and caches: which they are, one process at a time prepares one, and files come into them whole."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +14,63 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from hvdtrain.data.files.lock import locked
+from hvdtrain.config.read import expand
 from hvdtrain.errors import UserError
+
+
+def cache_root() -> Path:
+    """$XDG_CACHE_HOME/hvdtrain, or ~/.cache/hvdtrain."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # unset; or relative, which the standard says to ignore
+        base = expand("~/.cache", "$XDG_CACHE_HOME")
+    return base / "hvdtrain"
+
+
+def data_root(root: Path | None) -> Path:
+    """The user's data.root, or `data` in the cache. Raises UserError where ~user is unknown."""
+    return cache_root() / "data" if root is None else expand(root, "data.root")
+
+
+def check_folder(root: Path, fix: str) -> None:
+    """Raises UserError where data.root is not there, or is a file; OSError where it cannot be seen."""
+    try:
+        is_folder = stat.S_ISDIR(root.stat().st_mode)
+    except FileNotFoundError:
+        raise UserError(f"{root} does not exist", "data.root", fix) from None
+    if not is_folder:
+        raise UserError(f"{root} is not a folder", "data.root", fix)
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what flock() answers on a file system that is mounted without them
+_SILENT_S = 2.0
+_FIX = "a folder on a local disk by data.cache=, data.stage= or $XDG_CACHE_HOME; or mount it with locks (NFS: lockd, Lustre: -o flock)"
+
+
+@contextmanager
+def locked(folder: Path, work: str) -> Iterator[None]:
+    """Holds the lock of `folder`, which is made if absent. A process that waits 2 s prints once that another one does `work`.
+
+    The system releases the lock of a process that ends, also of one that is killed. Raises UserError where the file system has no locks,
+    and OSError.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".hvdtrain.lock")
+    try:
+        lock.acquire(timeout=_SILENT_S)
+    except Timeout:
+        print(f"waiting for another process on this machine: it {work}", file=sys.stderr, flush=True)
+        lock.acquire()
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise UserError(f"the file system of {folder} has no locks: {error.strerror}", str(folder), _FIX) from None
+        raise
+    try:
+        yield
+    finally:
+        lock.release()
+
 
 _DOWNLOADS = ".hvdtrain-download"  # inside the root, so that a rename out of it is atomic
 

@@ -1,1 +1,0 @@
-"""Data as sequences of tokens: images by a codebook of colours, and text."""
