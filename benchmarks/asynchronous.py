@@ -32,7 +32,6 @@ from hvdtrain.comm.communicator import Buffer, Communicator, Handle
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -41,7 +40,8 @@ from hvdtrain.training.job import Job, make_job
 from hvdtrain.training.loop import evaluate_and_record, train_to_sync_point
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.start import begin
 
 TARGET = 0.95
 FASHION_TARGET = 0.88

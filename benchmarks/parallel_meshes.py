@@ -131,8 +131,7 @@ def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.read import configure
     from hvdtrain.core.progress import Hyper
-    from hvdtrain.training.build import build_learner, connect
-    from hvdtrain.training.build_task import planned_task
+    from hvdtrain.training.build import build_learner, connect, planned_task
     from hvdtrain.training.datasets import build_source, unstaged
 
     torch.set_num_threads(1)

@@ -24,8 +24,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.functions.loss import own_loss
 from hvdtrain.tasks.functions.torch_loss import of_torch_module
 from hvdtrain.training.given import given_model, given_task, with_given
-from hvdtrain.training.replicas.given_objects import object_digests
-from hvdtrain.training.replicas.user_code import module_digests, named_modules
+from hvdtrain.training.replicas.user_code import module_digests, named_modules, object_digests
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config.schema import CheckpointConfig, GuardConfig
+from hvdtrain.training import run_lock
 from hvdtrain.training.checkpoint.saver import RETRY_S
-from hvdtrain.training.run_lock import lock
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "tests" / "promises.md"
@@ -65,10 +65,10 @@ def test_the_defaults_that_the_page_names_are_those_of_the_code() -> None:
         "checkpoint.every_minutes=10": checkpoint.every_minutes == 10,
         "keep_last=2": checkpoint.keep_last == 2,
         "tries again every 30 s": RETRY_S == 30,
-        "renews every 5 s": lock.BEAT_S == 5,
-        "after 60 s without a sign of life": lock.STALE_S == 60,
-        "300 s at most": lock.WAIT_S == 300,
-        "with a line every 30 s": lock.SAY_S == 30,
+        "renews every 5 s": run_lock.BEAT_S == 5,
+        "after 60 s without a sign of life": run_lock.STALE_S == 60,
+        "300 s at most": run_lock.WAIT_S == 300,
+        "with a line every 30 s": run_lock.SAY_S == 30,
     }
     page = " ".join(PAGE.split())
     assert not [words for words, is_so in named.items() if not is_so or words not in page]

@@ -22,8 +22,8 @@ from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, LOST, UserError, nearest
-from hvdtrain.training.run_lock.holder import Holder, is_gone
-from hvdtrain.training.run_lock.lock import read_holder
+from hvdtrain.training.lock_holder import Holder, is_gone
+from hvdtrain.training.run_lock import read_holder
 
 USAGE = """\
 hvdtrain drill RUN [--kill rank|host|rank0|random] [--pause 5s] [--every 30s] [--times 3] [--seed 1] [--wait 5m] [--json [FILE]]

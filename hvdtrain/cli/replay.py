@@ -21,12 +21,12 @@ from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.report.run import read_run
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.datasets import Datasets, identity, open_datasets, unstaged
-from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.input import Prefetcher
+from hvdtrain.training.start import begin
 from hvdtrain.training.telemetry.update_log import NAME, read_updates
 
 USAGE = """\

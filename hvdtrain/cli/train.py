@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.training.system_limits import check_limits
+from hvdtrain.training.failure import check_limits
 
 USAGE = """\
 hvdtrain [train] [--config FILE] [--max-time TIME] [key=value ...]

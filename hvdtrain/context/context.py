@@ -30,12 +30,12 @@ from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
-from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import broadcast_state
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
 from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
 from hvdtrain.training.train_job import open_run_log
 
 _LEARNER = "hvdtrain.frameworks.torch.own_loop.own_learner"

@@ -17,7 +17,7 @@ from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source, read_in_epochs
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_recipe
-from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.input import Prefetcher
 
 WHERE = "ctx.samples()"
 

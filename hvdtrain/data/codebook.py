@@ -162,7 +162,7 @@ def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
 
 
 FILE = "codebook.json"  # of a run folder
-MOST_BYTES = 2**21  # of that file
+MOST_FILE_BYTES = 2**21  # of that file
 _ENCODED_VALUES = 2**22  # of pixels encoded at once
 
 

@@ -1,8 +1,10 @@
-"""Config -> live objects: the communicator, the learner, the recipe."""
+"""Config -> live objects: the communicator, the learner, the recipe, and the task that task.name means, checked."""
 
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
@@ -12,11 +14,18 @@ from hvdtrain.comm.select_engine import EngineChoice, installed_here, needed_fea
 from hvdtrain.comm.visible_devices import take_part_of_gpu
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.data.images.views import make_views
+from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.build_rule import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
+from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification.labels import classes_of
+from hvdtrain.tasks.inputs.transform import Transform, transform_of
+from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 
 
 def engine_of(config: Config, place: Placement) -> EngineChoice:
@@ -57,3 +66,109 @@ def load_libraries(config: Config) -> None:
 def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
     """Every number of every step of a job on `dataset` training samples, of `context` tokens where they have tokens."""
     return recipe_from_config(config, dataset, momentum(config), context)
+
+
+def build_task(train: Source, val: Source, config: Config) -> Task:
+    """The task that task.name means, of both sets. Raises UserError where they do not fit it, or each other, and for wrong options."""
+    name, where = config.task.name, config.where("task.name")
+    if not plugins.is_dotted(name):
+        build = plugins.load("tasks", name, where).build
+        task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
+    else:
+        task = _build_own(config, train, val)
+    given = config.task.given
+    if given is not None and given.name is None:  # metrics alone
+        task = given.make(task, train)
+    check_task(config, task)
+    return task
+
+
+def _build_own(config: Config, train: Source, val: Source) -> Task:
+    """The task of the user's package.module:build, which gets its options, and train, val, name, users_model if it has such parameters."""
+    name, where = config.task.name, config.where("task.name")
+    known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
+    task: Task = plugins.call_own(config.task, known)
+    missing = [member for member in MEMBERS if not hasattr(task, member)]
+    if missing:
+        raise UserError(f"{name} gave a {type(task).__name__} without {', '.join(missing)}", where, "docs/tasks.md lists what a task has")
+    return task
+
+
+# Names that other sums, and other fields of the events "step" and "epoch", have.
+_TAKEN_SUMS = {"count", "nonfinite", "save", *NOISE_SCALE_KEYS}
+_TAKEN_FIELDS = {
+    "count",
+    "epoch",
+    "epochs",
+    "of",
+    "seconds",
+    "steps",
+    "lr",
+    "batch",
+    "samples_per_s",
+    "tokens_per_s",
+    "window_s",
+    "phase_ms",
+    "work_ms",
+    "bubble",
+}
+_TAKEN_FIELDS |= {"slowest_rank", "slowest_host", "memory_mb", "gpu_memory_mb", "watts", "wh", "joules", "noise_scale", "target", "kind"}
+
+
+def check_task(config: Config, task: Task) -> None:
+    """Raises UserError where the task's metrics do not make sense, or other keys do not fit it."""
+    where, names = config.where("task.name"), [metric.name for metric in task.metrics]
+    if task.objective not in names or "loss" not in names or "loss" not in task.sums or len(set(names)) < len(names):
+        what = (
+            f"task.name={task.name} has the metrics {', '.join(names)}, the sums {', '.join(task.sums)} and the objective {task.objective}"
+        )
+        raise UserError(what, where, "each metric once, loss among metrics and sums, and a metric as the objective")
+    wrong = [name for name in names if not name.isidentifier() or name in _TAKEN_FIELDS]
+    wrong += [name for name in task.sums if not name.isidentifier() or name in _TAKEN_SUMS]
+    if wrong:
+        raise UserError(
+            f"task.name={task.name} has a metric or a sum named {short(wrong[0])}", where, "another name: a word that is not taken"
+        )
+    if config.augment.mixup and "classes" not in task.sizes:
+        what = f"augment.mixup mixes the labels of classes, which task.name={task.name} does not have"
+        raise UserError(what, config.where("augment.mixup"), "augment.mixup=0")
+    make_views(config, task.fields)
+    if config.log.noise_scale and task.sample_weight is None:
+        what = f"log.noise_scale compares means over samples, and with task.name={task.name} their weights differ"
+        raise UserError(what, config.where("log.noise_scale"), "log.noise_scale=false")
+
+
+def restore_task(config: Config, facts: dict[str, Any]) -> Task:
+    """The task of a checkpoint, of its Task.facts(), without its data.
+
+    Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible, UserError where the task cannot do that.
+    """
+    name, where = config.task.name, config.where("task.name")
+    if not plugins.is_dotted(name):
+        restore = plugins.load("tasks", name, where).restore
+    else:
+        build = plugins.own_function(config.task)
+        restore = getattr(build, "restore", None) or getattr(sys.modules[build.__module__], "restore", None)
+        if restore is None:
+            what = f"neither {name} nor its module has a restore(facts)"
+            raise UserError(what, where, "define it: it gives the task again that has these facts()")
+    task: Task = restore(facts)
+    return task
+
+
+def job_transform(task: Task, config: Config) -> Transform | None:
+    """What a job does to x, as its model gets it; None of a task that says nothing about it."""
+    found = transform_of(task)
+    if found is None:
+        return None
+    dtype = "float64" if config.speed.precision == "fp64" else "float32"
+    keeps_integers = is_users_model(config.model)
+    return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=config.framework == "jax")
+
+
+def planned_task(config: Config, source: Source) -> Task:
+    """The task of a job that is only described: of images without the statistics of their pixels, which take a pass over all of them."""
+    if config.task.name == "classification" and isinstance(source, LabelledImages):
+        ignored = plugins.convert_options(config.task, "tasks").get("ignore_label")
+        return without_statistics(source.shape, classes_of(source, ignored), ignored)
+    return build_task(source, source, config)

@@ -1,4 +1,4 @@
-"""The training and validation set of a job, and the task that they define."""
+"""The training and validation set of a job, and the task that they define; the codebook of image tokens is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
-from hvdtrain.data.codebook import UnencodedImages
+from hvdtrain.core.folder import Folder
+from hvdtrain.data.codebook import FILE, MOST_FILE_BYTES, Codebook, TokenImages, UnencodedImages, from_json, to_json
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
@@ -29,10 +31,8 @@ from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.classification.labels import notes_on_labels
 from hvdtrain.tasks.columns import is_image
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build import build_recipe
-from hvdtrain.training.build_task import build_task
+from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
-from hvdtrain.training.common_codebook import CommonCodebook
 
 # Task.facts() of images, by the name that a message gives them
 _FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
@@ -304,3 +304,41 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     if version is not None:
         data["shuffle"] = version
     return {"seed": config.seed, "data": data}
+
+
+class CommonCodebook:
+    """Made when it is needed first, of the training images; or read from a run folder."""
+
+    def __init__(self, communicator: Communicator, run: Path | None = None) -> None:
+        self._communicator, self._run = communicator, run
+        self._found: Codebook | None = None
+
+    def encode(self, images: UnencodedImages, train: Callable[[], UnencodedImages]) -> TokenImages:
+        """Every rank calls it. train() gives the training images. Raises UserError where there is no codebook, or it does not fit."""
+        if self._found is None:
+            run = self._run
+            self._found = self._of_rank_0((lambda: train().make_codebook()) if run is None else (lambda: read_codebook(run)))
+        return images.encode(self._found)
+
+    def _of_rank_0(self, make: Callable[[], Codebook]) -> Codebook:
+        made = on_rank_0_only(self._communicator, make)
+        shape = self._communicator.broadcast_object(None if made is None else made.colours.shape)
+        colours = np.zeros(shape, np.uint8) if made is None else made.colours
+        return Codebook(self._communicator.broadcast(colours, "codebook"))
+
+
+def write_codebook(codebook: Codebook, run: Path) -> None:
+    """Writes codebook.json, whole or not at all. Raises OSError."""
+    with Folder.open(run) as folder:
+        folder.replace(FILE, to_json(codebook))
+
+
+def read_codebook(run: Path) -> Codebook:
+    """Raises UserError where the file is absent or damaged."""
+    try:
+        with Folder.open(run) as folder:
+            content = folder.read(FILE, MOST_FILE_BYTES)
+    except OSError as error:
+        what = f"the codebook cannot be read: {error.strerror or error}"
+        raise UserError(what, str(run / FILE), "restore it from a copy; without it, colours are unknown") from None
+    return from_json(content, str(run / FILE))

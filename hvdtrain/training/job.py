@@ -28,16 +28,15 @@ from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.datasets import Datasets, evaluated_part, identity
-from hvdtrain.training.health.deadline import Deadline
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.health.monitor import HealthMonitor
+from hvdtrain.training.health.monitor import Deadline, HealthMonitor
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.input.prefetch import Prefetcher
-from hvdtrain.training.memory.meter import MemoryMeter
+from hvdtrain.training.input import Prefetcher
+from hvdtrain.training.job_memory import MemoryMeter
 from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.probe import Probe
-from hvdtrain.training.samples.series import SampleSeries
+from hvdtrain.training.samples import SampleSeries
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 from hvdtrain.training.telemetry.update_log import Header, open_update_log
 

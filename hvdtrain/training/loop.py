@@ -14,9 +14,8 @@ from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
-from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import evaluation_due, steps_to_sync_point, stop_reason, time_is_over
+from hvdtrain.training.progress.triggers import after_evaluation, evaluation_due, steps_to_sync_point, stop_reason, time_is_over
 from hvdtrain.training.sync_point import act, make_equal
 from hvdtrain.training.telemetry import startup
 

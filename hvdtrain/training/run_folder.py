@@ -18,7 +18,7 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import PLACE
 from hvdtrain.training.checkpoint.resume import began_from, former_run
 from hvdtrain.training.checkpoint.room import cannot_write, check_room
-from hvdtrain.training.run_lock.lock import LOCK, RunLock
+from hvdtrain.training.run_lock import LOCK, RunLock
 from hvdtrain.version import __version__
 
 MARKER = ".hvdtrain"  # in every folder that make_run_folder() has made

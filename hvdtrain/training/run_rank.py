@@ -24,13 +24,12 @@ from hvdtrain.training.datasets import open_datasets, with_class_names
 from hvdtrain.training.elastic_job import ready_for_losses
 from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
 from hvdtrain.training.given import with_given
-from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job_memory import advised, forecast_of_job, resolve_micro
-from hvdtrain.training.memory.room import room_of_rank
-from hvdtrain.training.own_error import noted, place_and_pass
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.memory import room_of_rank
+from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")

@@ -11,23 +11,25 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.metrics import zero_sums
+from hvdtrain.core.progress import Progress
 from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.training.begin import begin
+from hvdtrain.recipe.clock import total_samples
+from hvdtrain.tasks.task import objective
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
 from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
 from hvdtrain.training.checkpoint.room import needed_bytes
-from hvdtrain.training.common_codebook import write_codebook
-from hvdtrain.training.datasets import Datasets, identity
+from hvdtrain.training.datasets import Datasets, identity, write_codebook
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import broadcast_state
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, remove_if_empty, write_config
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.run_lock import RunLock
 
 
 class Start(NamedTuple):
@@ -108,6 +110,21 @@ def start_or_resume(
         digest=digest,
         weights=weights,
         checkpoint_limit_bytes=limit_bytes,
+    )
+
+
+def begin(config: Config, datasets: Datasets) -> TrainState:
+    """With the sums and the objective of the task."""
+    samples, metric = len(datasets.train), objective(datasets.task)
+    progress = Progress(samples, total_samples(config, samples))
+    evaluates = config.evaluate.samples or len(datasets.val)
+    return TrainState(
+        progress,
+        evaluates=evaluates,
+        views=config.evaluate.views,
+        sums=zero_sums(datasets.task.sums),
+        objective=metric.name,
+        better=metric.better,
     )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.mesh import coordinates
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, ServersConfig
+from hvdtrain.config.schema import Config, ParallelConfig, ServersConfig
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
@@ -21,13 +22,11 @@ from hvdtrain.frameworks.build_rule import decay
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
-from hvdtrain.training.build_task import job_transform
-from hvdtrain.training.checkpoint.changes import PLACE, flat
-from hvdtrain.training.checkpoint.resume_command import further, resume_command
-from hvdtrain.training.input.micro_batches import micro_batches_per_step
+from hvdtrain.training.build import job_transform
+from hvdtrain.training.checkpoint.changes import PLACE, flat, further, resume_command
+from hvdtrain.training.input import micro_batches_per_step
 from hvdtrain.training.job import Job
-from hvdtrain.training.memory.meter import line as memory_line
-from hvdtrain.training.mesh_picture import mesh_fields, mesh_lines
+from hvdtrain.training.job_memory import line as memory_line
 from hvdtrain.training.progress.event_fields import job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState
 from hvdtrain.training.progress.triggers import stop_seconds
@@ -292,3 +291,50 @@ def _norm_summary(config: Config, samples: int) -> str:
         return "batch norm over the samples of all ranks"
     small = f": a pass has {samples}, so each is a ghost of its own" if config.norm.ghost >= samples else ""
     return f"batch norm over ghosts of {config.norm.ghost} samples{small}"
+
+
+_NAMES = 10  # columns
+
+
+def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
+    """For the header, hosts[rank] is rank's; no line where every rank has a whole model.
+
+    One row for each place in `data`, whose ranks read the same samples, one column for each stage and each part of the layers:
+
+        mesh    2 data x 2 tensor
+                          tensor 0    tensor 1
+                data 0    0 on n1     1 on n1
+                data 1    2 on n2     3 on n2
+    """
+    if parallel.ranks == 1:
+        return []
+    readers = len(hosts) // parallel.ranks
+    columns = [_column(parallel, stage, part) for stage in range(parallel.pipeline) for part in range(parallel.tensor)]
+    rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
+    split = False
+    for rank, host in enumerate(hosts):
+        place = coordinates(rank, readers, parallel.tensor)
+        rows[1 + place.data].append(f"{rank} on {host}")
+        split |= host != hosts[rank - place.tensor]
+    width = 2 + max(len(cell) for row in rows for cell in row[1:])
+    sizes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
+    lines = [f"mesh    {' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1 or name == 'data')}"]
+    lines += ["        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip() for name, *row in rows]
+    if split:
+        lines.append("        a tensor group is on several hosts, whose link carries the activations of every layer: parallel.tensor")
+        lines.append("        divides the ranks of a host where each host has a multiple of it")
+    return lines
+
+
+def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
+    """Fields of the event "start": ranks along each axis; and where several ranks have one model, of each rank [stage, data, tensor]."""
+    readers = ranks // parallel.ranks
+    axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
+    if parallel.ranks == 1:
+        return {"mesh": axes}
+    return {"mesh": axes, "coordinates_of_rank": [list(coordinates(rank, readers, parallel.tensor)) for rank in range(ranks)]}
+
+
+def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
+    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"tensor {part}"] * (parallel.tensor > 1)
+    return ", ".join(names)

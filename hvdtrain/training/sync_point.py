@@ -1,4 +1,4 @@
-"""A sync point, of the trainer's loop and of a script's own: what the ranks make equal there, and what they do alike."""
+"""A sync point and the end of a loop, of the trainer's and of a script's own: what ranks make equal, do alike, and close."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.errors import MEMORY, Diverged, UserError, exit_code_of
+from hvdtrain.events.background import CLOSE_S
 from hvdtrain.events.log import Log
+from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.checkpoint.room import NO_MEMORY
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor, nonfinite_steps
+from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.progress.event_fields import nonfinite_fields
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -64,3 +69,59 @@ def act(loop: Loop, before: TrainState, now: TrainState, last: Hyper, sums: Sums
         loop.checkpoints.expect()
     loop.health.compare_ranks(loop.learner, before, now, last, before_save=before_save)
     return now
+
+
+HASTY_S = 3.0  # that the end of a loop which failed, or has to go, waits for what its sinks have not written
+
+
+def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: bool) -> str:
+    """Waits until it is on the disk; why it is not, where the loop can be resumed without it, else empty. Every rank calls it.
+
+    Raises UserError or Diverged where it cannot be written and the loop is over, or has no older checkpoint.
+    """
+    loop.heartbeat.limit = "start_s"
+    loop.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
+    _warn_of_too_little_time(loop, now)
+    last, run = loop.checkpoints.finish(now), f"{loop.checkpoints.run}"
+    if not last.failure or (last.any_left and not is_over):
+        return last.failure
+    what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
+    if last.failure.endswith("is not finite"):
+        raise Diverged(what, run, "a lower optim.base_lr")
+    error = UserError(what, run, "make room; start it again")
+    if last.failure.startswith(NO_MEMORY):
+        error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
+    raise error
+
+
+def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
+    """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what the longest one so far has taken."""
+    deadline, saver = loop.health.deadline, loop.checkpoints.saver
+    if deadline is None or saver is None or saver.newest == (now.progress.step, now.evaluated):
+        return
+    left_s = deadline.left_s()
+    if left_s < saver.measured_s:
+        newest = f"the newest is of step {saver.newest[0]}" if saver.newest[0] >= 0 else "there is none of this run yet"
+        warn(
+            f"{deadline.reason}: {left_s:.0f} s are left for the last checkpoint, and one of this run has taken {saver.measured_s:.0f} s; "
+            f"where it is cut off, {newest}"
+        )
+
+
+def fail(loop: Loop, step: int, error: BaseException) -> None:
+    """The event "failed". Diverged, which every rank raises, waits on all: no rank ends the job while rank 0 writes a checkpoint."""
+    try:
+        if isinstance(error, Diverged):
+            loop.heartbeat.limit = "start_s"
+            loop.checkpoints.close_on_all_ranks()
+    finally:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        loop.log.emit("failed", step, reason=reason, exit_code=exit_code_of(error))
+
+
+def close_all(loop: Loop, prefetcher: Prefetcher | None, *, failed: bool) -> None:
+    """What reads and writes: waits for a checkpoint under way, and for events, of a loop that failed or has to stop not for long."""
+    if prefetcher is not None:
+        prefetcher.close(wait=not failed)
+    loop.checkpoints.close()
+    loop.log.close(HASTY_S if failed or loop.health.stop_request else CLOSE_S)

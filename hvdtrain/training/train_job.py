@@ -23,29 +23,25 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
-from hvdtrain.training.build import build_learner, build_recipe, load_libraries
-from hvdtrain.training.build_task import job_transform
+from hvdtrain.training.build import build_learner, build_recipe, job_transform, load_libraries
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes
-from hvdtrain.training.elastic_job import ElasticJob, ready_for_losses
-from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
-from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.elastic_job import ElasticJob, Successor, ready_for_losses
+from hvdtrain.training.health.heartbeat import Heartbeat, noted
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
-from hvdtrain.training.input.micro_batches import fewest_samples
+from hvdtrain.training.input import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
-from hvdtrain.training.job_memory import forecast_of_job
+from hvdtrain.training.job_memory import MemoryMeter, forecast_of_job
 from hvdtrain.training.loop import train
-from hvdtrain.training.memory.meter import MemoryMeter
-from hvdtrain.training.memory.room import room_of_rank
-from hvdtrain.training.own_error import noted
+from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_folder import write_config
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start, start_or_resume
-from hvdtrain.training.successor import Successor
+from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
 
 TRACKED_S = 2.0  # between two events of steps that a tracker gets
 

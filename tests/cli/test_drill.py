@@ -26,8 +26,8 @@ from hvdtrain.cli.drill import (
     step_of,
 )
 from hvdtrain.errors import UserError
-from hvdtrain.training.run_lock.holder import this_process, to_bytes
-from hvdtrain.training.run_lock.lock import LOCK
+from hvdtrain.training.lock_holder import this_process, to_bytes
+from hvdtrain.training.run_lock import LOCK
 
 RANKS = [Rank(0, 10, 1, 5), Rank(1, 11, 1, 5), Rank(2, 12, 1, 6), Rank(3, 13, 1, 6)]
 

@@ -30,8 +30,8 @@ from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.evaluation.trained_model import load_trained_model, task_of
 from hvdtrain.training.progress.train_state import Progress, TrainState
+from hvdtrain.training.trained_model import load_trained_model, task_of
 
 TRAIN = ["model.name=linear", "speed.precision=fp64", "epochs=1", "optim.base_lr=0.05"]
 

@@ -17,7 +17,7 @@ from hvdtrain.recipe.batch_growth import steps_until
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.input.micro_batches import split_step
+from hvdtrain.training.input import split_step
 
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 

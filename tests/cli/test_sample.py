@@ -14,9 +14,9 @@ from ranks import mpirun, needs_mpirun
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.sample import USAGE, sample
 from hvdtrain.data.datasets import digits
-from hvdtrain.data.images.grid import grid
 from hvdtrain.errors import UserError
-from hvdtrain.training.common_codebook import read_codebook
+from hvdtrain.training.datasets import read_codebook
+from hvdtrain.training.samples import grid
 
 MODEL = ["task.name=language", "model.name=gpt", "model.layers=1", "model.heads=2", "model.width=8", "optim.name=adamw"]
 SHORT = ["max_steps=3", "batch.size=16", "batch.evaluate=100", "log.every_steps=3"]

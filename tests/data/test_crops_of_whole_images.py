@@ -20,7 +20,7 @@ from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.sampler import Positions
 from hvdtrain.data.source import read_in_epochs
 from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.input.micro_batches import read_batch
+from hvdtrain.training.input import read_batch
 
 SIZES = [(90, 40), (40, 90), (7, 9), (1, 1), (64, 64), (150, 130)]  # of a height and width
 

@@ -12,8 +12,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.codebook import Codebook, TokenImages, codebook_of, from_json, reduce_images, to_json
 from hvdtrain.data.datasets import digits, image_tokens, synthetic
 from hvdtrain.errors import UserError
-from hvdtrain.training.common_codebook import read_codebook, write_codebook
-from hvdtrain.training.datasets import build_source, identity, open_datasets
+from hvdtrain.training.datasets import build_source, identity, open_datasets, read_codebook, write_codebook
 
 WORDS = ["data.name=image_tokens", "task.name=language"]
 

@@ -30,7 +30,7 @@ from hvdtrain.data.own.dataset import DatasetSource
 from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source, read_in_epochs
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
-from hvdtrain.training.build_task import build_task
+from hvdtrain.training.build import build_task
 from hvdtrain.training.datasets import open_datasets
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -20,8 +20,8 @@ from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.frameworks.torch.live_storages import LiveStorages
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.language.build import Language
-from hvdtrain.training.memory.meter import forget_peak, resident_bytes
-from hvdtrain.training.telemetry.memory import peak_memory_bytes
+from hvdtrain.training.job_memory import forget_peak, resident_bytes
+from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 
 IMAGES = without_statistics((8, 8, 1), 10)
 MPI = frozenset({"several_ranks", "bfloat16_sums", "plain_mpi"})

@@ -9,9 +9,9 @@ import numpy as np
 from test_report import SCRIPT, PageParser
 from test_report_run import COMPLETE, CONFIG, write
 
-from hvdtrain.data.images.grid import png
 from hvdtrain.report.page import MOST_BYTES, MOST_SHOWN, evenly, read_samples, render_page
 from hvdtrain.report.run import read_run
+from hvdtrain.training.samples import png
 
 PICTURE = png(np.zeros((4, 4, 3), np.uint8))
 

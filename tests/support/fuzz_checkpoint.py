@@ -27,9 +27,9 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.chunks import CHUNK_BYTES, as_text, sums_of
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll
+from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, as_text, sums_of
 from hvdtrain.training.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}

@@ -11,7 +11,6 @@ from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Ha
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.events.log import Event, Log
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -19,7 +18,8 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.loop import evaluate, evaluate_and_record, train_to_sync_point
 from hvdtrain.training.progress.triggers import evaluation_due
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.start import begin
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 # ranks that differ are wanted here, for a while or for good: this test compares them itself

@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefetch.servers",
-        "hvdtrain/training/input/prefetch.py",
+        "hvdtrain/training/input.py",
         "if config.servers.are_asynchronous:",
         "if False:",
         ("tests/training/test_prefetch.py",),

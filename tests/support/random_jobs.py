@@ -41,7 +41,7 @@ from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_class_names
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 LINEAR = ("sgd", "lars", "larc", "novograd", "torch.optim.SGD")  # optimizers whose steps are as exact as their gradients

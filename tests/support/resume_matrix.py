@@ -28,7 +28,7 @@ from hvdtrain.training.build import connect
 from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.

@@ -17,7 +17,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.training.build_task import build_task
+from hvdtrain.training.build import build_task
 from hvdtrain.training.datasets import Datasets, data_facts
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 

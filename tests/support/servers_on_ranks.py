@@ -22,15 +22,14 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import AllWorkers
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.loop import train_to_sync_point
-from hvdtrain.training.replicas.broadcast import broadcast_state
-from hvdtrain.training.replicas.compare import check_equal
+from hvdtrain.training.replicas.compare import broadcast_state, check_equal
+from hvdtrain.training.start import begin
 
 MLP = "model.name=mlp model.widths=[24,7] max_steps=6 comm.bucket_mb=0.004"
 CLIPPED = "optim.base_lr=0.02 optim.clip_norm=0.5 optim.clip_value=0.1 batch.micro=5"

@@ -39,7 +39,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.run_lock.lock import RunLock
+from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 RANKS_OF_HOST = 8

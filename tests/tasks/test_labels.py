@@ -25,11 +25,10 @@ from hvdtrain.data.source import ArraySource, Source, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification import build as classification
 from hvdtrain.tasks.classification.build import Classification, PartlyLabelled
-from hvdtrain.training.build import build_learner
-from hvdtrain.training.build_task import build_task, planned_task, restore_task
+from hvdtrain.training.build import build_learner, build_task, planned_task, restore_task
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, notes, open_datasets
-from hvdtrain.training.evaluation.evaluate import evaluate
+from hvdtrain.training.evaluate import evaluate
 from hvdtrain.training.given import given_data, given_task, with_given
 from hvdtrain.training.health.heartbeat import Heartbeat
 

@@ -26,8 +26,7 @@ from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.columns import column_stats
 from hvdtrain.tasks.language import build as language
 from hvdtrain.tasks.regression import build as regression
-from hvdtrain.training.build import build_learner
-from hvdtrain.training.build_task import build_task, restore_task
+from hvdtrain.training.build import build_learner, build_task, restore_task
 from hvdtrain.training.datasets import facts_of_task, identity, open_datasets
 from hvdtrain.training.replicas.probe import probe_batch
 

@@ -22,9 +22,8 @@ from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.training.build import build_learner
-from hvdtrain.training.build_task import build_task
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.build import build_learner, build_task
+from hvdtrain.training.replicas.compare import broadcast_state
 
 
 class SecondOfTwo(SingleProcessCommunicator):

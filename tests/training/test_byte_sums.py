@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from hvdtrain.training.checkpoint.byte_sums import ByteSum
+from hvdtrain.training.checkpoint.sums import ByteSum
 
 SPAN = 2**20
 DATA = np.random.default_rng(3).integers(0, 256, 2 * SPAN + 13, np.uint8)

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.errors import UserError
-from hvdtrain.training.health.deadline import Deadline
+from hvdtrain.training.health.monitor import Deadline
 
 NOW_S = 1_800_000_000.0  # of the day
 CLOCK_S = 5000.0  # of the monotonic clock, at the same moment

@@ -13,9 +13,8 @@ import pytest
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.report import summary
 from hvdtrain.report.run import RunRecord
-from hvdtrain.training.telemetry.energy import Claim, Counter, EnergyCounters, find_counters
+from hvdtrain.training.telemetry.energy import Claim, Counter, EnergyCounters, EnergyMeter, find_counters
 from hvdtrain.training.telemetry.energy import summary as energy_summary
-from hvdtrain.training.telemetry.energy_meter import EnergyMeter
 
 NO_RAPL = "no /sys/class/powercap/intel-rapl here"
 

@@ -15,7 +15,6 @@ from hvdtrain.core.metrics import zero_sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -25,6 +24,7 @@ from hvdtrain.training.job import make_job
 from hvdtrain.training.loop import Window, record
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due, is_sync_point, stop_reason
+from hvdtrain.training.start import begin
 
 NO_FLAGS = {"stop.signal": 0.0, "stop.time": 0.0, "save": 0.0}
 NOW = TrainState(Progress(100, 1000, 7, 70))

@@ -25,8 +25,7 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import Parts
 from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import Progress, TrainState
-from hvdtrain.training.replicas.broadcast import broadcast_state
-from hvdtrain.training.replicas.compare import digest_tables
+from hvdtrain.training.replicas.compare import broadcast_state, digest_tables
 
 T = TypeVar("T")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]

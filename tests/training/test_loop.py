@@ -10,7 +10,6 @@ from rank_threads import ThreadRank, in_threads
 from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -19,6 +18,7 @@ from hvdtrain.training.job import Job, make_job
 from hvdtrain.training.loop import train
 from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.start import begin
 
 DATA = ["data.name=synthetic", "data.samples=24", "data.val_samples=8", "data.shape=[4,4,1]"]
 STEPS = ["batch.size=4", "epochs=1", "log.every_steps=2"]  # sync points after steps 2, 4 and 6, where the epoch ends

@@ -37,8 +37,8 @@ if FULL:
     CASES = [(engine, *kills) for engine in ("mpi", "torchdist") for kills in KILLS]
 
 
-IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN = "2 neighbours.py:exchange 3, 0 saver.py:_write 3, 1 memory_copy.py:restore 2"
-IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION = "1 learner.py:step 8, 3 neighbours.py:wholes 1, 0 loop.py:evaluate 3"
+IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN = "2 memory_copy.py:exchange 3, 0 saver.py:_write 3, 1 memory_copy.py:restore 2"
+IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION = "1 learner.py:step 8, 3 memory_copy.py:wholes 1, 0 loop.py:evaluate 3"
 A_RANK_ITS_NEIGHBOUR_AND_RANK_0 = "1 learner.py:step 15, 2 memory_copy.py:restore 1, 0 learner.py:step 30"
 MUON = "optim.name=muon optim.rest_rate=1 optim.ema=0.8"
 SHARDED = [  # from_checkpoint: the ranks with which all copies of some parts are lost

@@ -14,8 +14,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.job_memory import forecast_of_job
-from hvdtrain.training.memory.largest_micro import largest_micro
-from hvdtrain.training.memory.room import room
+from hvdtrain.training.memory import largest_micro, room
 
 SMALL = ["data.name=digits", "model.name=mlp", "model.widths=[40]", "max_steps=4", "batch.size=60"]
 

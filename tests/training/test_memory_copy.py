@@ -12,8 +12,7 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.communicator import Buffer, Handle
 from hvdtrain.core.pieces import Piece, whole
-from hvdtrain.training.memory_copy import Held, Kept, newest
-from hvdtrain.training.neighbours import Array, Neighbours, Part, distance, wholes
+from hvdtrain.training.memory_copy import Array, Held, Kept, Neighbours, Part, distance, newest, wholes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ranks import FULL, in_full_rounds, mpirun, needs_horovod, needs_mpirun, pyt
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
-from hvdtrain.training.mesh_picture import mesh_lines
+from hvdtrain.training.summary import mesh_lines
 
 slow = pytest.mark.slow
 FOUR = ["parallel.tensor=2", "parallel.tensor=2,shard.stage=1", "parallel.tensor=4,shard.stage=2", "parallel.tensor=2,shard.stage=3"]

@@ -30,8 +30,8 @@ from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
-from hvdtrain.training.input.micro_batches import passes_of_step
-from hvdtrain.training.mesh_picture import mesh_lines
+from hvdtrain.training.input import passes_of_step
+from hvdtrain.training.summary import mesh_lines
 
 slow = pytest.mark.slow
 TWO = "parallel.pipeline=2"

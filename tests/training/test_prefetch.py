@@ -19,11 +19,10 @@ from hvdtrain.data.source import ArraySource
 from hvdtrain.data.subset import subset
 from hvdtrain.data.text import Windows
 from hvdtrain.errors import UserError
-from hvdtrain.training.build import build_learner, build_recipe
-from hvdtrain.training.build_task import build_task
+from hvdtrain.training.build import build_learner, build_recipe, build_task
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.health.stall_report import frames_of_work
-from hvdtrain.training.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead, read_ahead_of
+from hvdtrain.training.input import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead, read_ahead_of
 
 WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
 TIMEOUT_S = 300  # of every wait: reached only where a test fails

@@ -25,14 +25,14 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, REQUEUE, USER, UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import JsonLinesWriter
+from hvdtrain.training import run_lock
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.lock_holder import Holder, from_bytes, this_process, to_bytes
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.run_folder import write_config
-from hvdtrain.training.run_lock import lock
-from hvdtrain.training.run_lock.holder import Holder, from_bytes, this_process, to_bytes
-from hvdtrain.training.run_lock.lock import LOCK, RunLock, read_holder
+from hvdtrain.training.run_lock import LOCK, RunLock, read_holder
 
 DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=64", "data.val_samples=8", "batch.size=8"]  # 8 steps are an epoch
 JOB = ["-m", "hvdtrain", *DATA, "framework=numpy", "model.name=linear", "comm.engine=single", "log.every_s=0"]
@@ -75,7 +75,7 @@ def holder_of(run: Path) -> Holder | None:
 
 def ended_process() -> Holder:
     """The lock of a process of this machine that was killed."""
-    code = "from hvdtrain.training.run_lock.holder import *; print(to_bytes(this_process()).decode())"
+    code = "from hvdtrain.training.lock_holder import *; print(to_bytes(this_process()).decode())"
     return from_bytes(python(["-c", code]).stdout.encode())
 
 
@@ -93,8 +93,8 @@ def test_a_living_job_is_named_and_what_is_given_back_is_free(run: Path) -> None
 
 def test_its_thread_has_ended_with_it(run: Path) -> None:
     """With the job, to which it has a reference: torch aborts a process where a thread frees a tensor while the interpreter ends."""
-    with new_lock() as lock:
-        lock.acquire(run)
+    with new_lock() as run_lock:
+        run_lock.acquire(run)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "run lock"]
         assert thread.is_alive()
     assert not thread.is_alive()
@@ -104,37 +104,37 @@ def test_the_lock_of_an_ended_process_is_taken_over_at_once(run: Path) -> None:
     gone = ended_process()
     for left in (gone, gone._replace(pid=os.getpid())):  # its number may have been given to another process
         write(run, left)
-        with new_lock() as lock:
-            assert lock.acquire(run) == [f"the lock of a job that ended without giving it back is taken over: {left}"]
+        with new_lock() as run_lock:
+            assert run_lock.acquire(run) == [f"the lock of a job that ended without giving it back is taken over: {left}"]
     assert os.listdir(run) == []
 
 
 def test_a_job_on_another_host_is_judged_by_its_signs_of_life(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, ELSEWHERE)
     alive = At(4, lambda: write(run, ELSEWHERE._replace(beats=1)))
-    with new_lock(heartbeat=alive) as lock, pytest.raises(UserError, match=r"in use by another job: process \d+ on n7, since 2027-"):
-        lock.acquire(run)
+    with new_lock(heartbeat=alive) as run_lock, pytest.raises(UserError, match=r"in use by another job: process \d+ on n7, since 2027-"):
+        run_lock.acquire(run)
     assert alive.beats == 5  # it is seen with the next look
-    with new_lock(stale_s=0.8) as lock:
+    with new_lock(stale_s=0.8) as run_lock:
         began_s = time.monotonic()
-        assert "on n7, since" in lock.acquire(run)[0]
+        assert "on n7, since" in run_lock.acquire(run)[0]
         assert time.monotonic() - began_s > 0.8
     assert re.search(r"n7, since 2027-01-1\d .*, not seen from here: no sign of life for", capsys.readouterr().err)
 
 
 def test_the_wait_for_signs_of_life_ends_before_the_other_ranks_give_up(run: Path) -> None:
     write(run, ELSEWHERE)
-    with new_lock(start_s=1.0) as lock, pytest.raises(UserError, match=r"on n7, since .*, without a sign of life for \d+ s"):
-        lock.acquire(run)
+    with new_lock(start_s=1.0) as run_lock, pytest.raises(UserError, match=r"on n7, since .*, without a sign of life for \d+ s"):
+        run_lock.acquire(run)
     assert holder_of(run) == ELSEWHERE
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff" * 2000, b'{"token": "../../x", "host": 3}', b"cut off"])
 def test_a_lock_that_cannot_be_read_is_waited_for_and_taken_over(run: Path, data: bytes) -> None:
     (run / LOCK).write_bytes(to_bytes(MINE)[:100] if data == b"cut off" else data)
-    with new_lock(stale_s=0.4) as lock:
-        lock.acquire(run)
-        lock.check()
+    with new_lock(stale_s=0.4) as run_lock:
+        run_lock.acquire(run)
+        run_lock.check()
     assert os.listdir(run) == []
 
 
@@ -153,10 +153,10 @@ def test_a_job_waits_for_the_last_checkpoint_of_the_one_before(run: Path, capsys
 @pytest.mark.slow
 def test_a_job_shows_that_it_lives_and_that_it_stops(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread: the main one may be in a long step."""
-    monkeypatch.setattr("hvdtrain.training.run_lock.lock.BEAT_S", 0.5)
+    monkeypatch.setattr("hvdtrain.training.run_lock.BEAT_S", 0.5)
     signals = Signals(0)
-    with RunLock(Heartbeat(), signals) as lock:
-        lock.acquire(run)
+    with RunLock(Heartbeat(), signals) as run_lock:
+        run_lock.acquire(run)
         wait_until(lambda: (holder := holder_of(run)) and holder.beats > 1, "signs of life")
         first = holder_of(run)
         signals.received = "SIGUSR2"
@@ -171,14 +171,14 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(run: Path) -> None:
         write(run, gone)
         locks, held, refused = [new_lock() for _ in range(12)], list[RunLock](), list[UserError]()
 
-        def take(lock: RunLock, held: list[RunLock] = held, refused: list[UserError] = refused) -> None:
+        def take(run_lock: RunLock, held: list[RunLock] = held, refused: list[UserError] = refused) -> None:
             try:
-                lock.acquire(run)
-                held.append(lock)
+                run_lock.acquire(run)
+                held.append(run_lock)
             except UserError as error:
                 refused.append(error)
 
-        threads = [threading.Thread(target=take, args=[lock]) for lock in locks]
+        threads = [threading.Thread(target=take, args=[run_lock]) for run_lock in locks]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -193,8 +193,8 @@ def test_a_claim_that_a_crash_left_holds_nobody_up(run: Path) -> None:
     gone = ended_process()
     write(run, gone)
     (run / f".lock-{gone.token}").touch()
-    with new_lock() as lock:
-        lock.acquire(run)
+    with new_lock() as run_lock:
+        run_lock.acquire(run)
     assert os.listdir(run) == []
 
 
@@ -212,9 +212,9 @@ def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(run: P
         if now_s[0] == 5.0:
             assert claim.exists(), "it is two seconds old"
 
-    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
     with Folder.open(run) as folder:
-        lock._wait_for_claim(folder, claim.name)
+        run_lock._wait_for_claim(folder, claim.name)
     assert not claim.exists() and now_s[0] > 5
 
 
@@ -229,11 +229,11 @@ def test_what_is_lost_is_said(run: Path) -> None:
     for words, lose in losses.items():
         run.mkdir(exist_ok=True)
         (run / "checkpoints" / "step-00000040").mkdir(parents=True, exist_ok=True)
-        with new_lock() as lock:
-            lock.acquire(run)
+        with new_lock() as run_lock:
+            run_lock.acquire(run)
             lose()
             with pytest.raises(UserError, match=words):
-                lock.check()
+                run_lock.check()
         if "another" in words:
             assert holder_of(run) == ELSEWHERE, "that of another job is not given back"
             (run / LOCK).unlink()
@@ -340,17 +340,17 @@ def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(run: Path,
             run.mkdir()
             return folder
 
-    with Replaced(Heartbeat(), Signals(0)) as lock:
-        lock.acquire(run)
+    with Replaced(Heartbeat(), Signals(0)) as run_lock:
+        run_lock.acquire(run)
         if what == "events":
-            JsonLinesWriter(run / "events.jsonl", lock)(Event(0.0, "start", 0, {}))
+            JsonLinesWriter(run / "events.jsonl", run_lock)(Event(0.0, "start", 0, {}))
         elif what == "checkpoint":
-            files.write(run, TrainState(Progress(8, 80, 3, 24)), {"p.w": np.zeros(2)}, {}, open_run=lock.open)
+            files.write(run, TrainState(Progress(8, 80, 3, 24)), {"p.w": np.zeros(2)}, {}, open_run=run_lock.open)
         else:
-            write_config(configure(None, []), run, lock)
+            write_config(configure(None, []), run, run_lock)
         assert os.listdir(run) == [] and len(os.listdir(there)) == 2
         with pytest.raises(UserError, match=f"the run folder .* was renamed to {there}"):
-            RunLock.open(lock, run)
+            RunLock.open(run_lock, run)
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])

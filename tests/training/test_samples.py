@@ -22,14 +22,13 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event, Log
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.common_codebook import read_codebook
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.datasets import open_datasets, read_codebook
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
+from hvdtrain.training.start import begin
 
 MODEL = ["task.name=language", "model.name=gpt", "model.layers=1", "model.heads=2", "model.width=8", "optim.name=adamw"]
 IMAGES = ["data.name=image_tokens", "data.colours=4", "data.side=4", *MODEL, "model.residual_dropout=0.1", "batch.size=479", "epochs=2"]

@@ -24,10 +24,10 @@ from hvdtrain.training.checkpoint import checkpoints, files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
-from hvdtrain.training.ending import write_last_checkpoint
-from hvdtrain.training.health.deadline import Deadline
 from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.monitor import Deadline
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.sync_point import write_last_checkpoint
 
 IDENTITY = {"seed": 1, "data": {"samples": 100}}
 

@@ -22,8 +22,7 @@ from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, LostMeanwhile, Report, SyncPoints, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
-from hvdtrain.training.telemetry.staleness import StalenessMeter
-from hvdtrain.training.telemetry.update_log import NAME, Header, UpdateLog, open_update_log, read_updates
+from hvdtrain.training.telemetry.update_log import NAME, Header, StalenessMeter, UpdateLog, open_update_log, read_updates
 
 slow = pytest.mark.slow
 

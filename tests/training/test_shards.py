@@ -30,13 +30,13 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
-from hvdtrain.training.checkpoint import array_file, checkpoints, chunks, files, shards, shared_file
-from hvdtrain.training.checkpoint.byte_sums import ByteSum
+from hvdtrain.training.checkpoint import array_file, checkpoints, files, shards, shared_file, sums
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints, LastWrite
 from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.checkpoint.shared_file import BLOCK_BYTES, WholeBlocks
+from hvdtrain.training.checkpoint.sums import ByteSum
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import Progress, TrainState
 
@@ -328,7 +328,7 @@ def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path
 
 @pytest.mark.parametrize("several_hosts", [False, True])
 def test_each_rank_reads_an_equal_share_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_hosts: bool) -> None:
-    for module in (chunks, shards):
+    for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**16)
     read: Counter[str] = Counter()
     pread = os.pread
@@ -394,19 +394,19 @@ def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(tmp_path: Path, mon
 @pytest.mark.parametrize(("sizes", "ranks"), [((10, 3), 4), ((0, 5), 3), ((1, 0), 2), ((7, 9), 1), ((2, 1), 5)])
 def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], ranks: int) -> None:
     """sizes: of two files, in chunks, of which the last ones have one byte."""
-    in_bytes = {file: max(0, (count - 1) * chunks.CHUNK_BYTES + 1) if count else 0 for file, count in zip("ab", sizes, strict=True)}
+    in_bytes = {file: max(0, (count - 1) * sums.CHUNK_BYTES + 1) if count else 0 for file, count in zip("ab", sizes, strict=True)}
     shares = [shards.Share(in_bytes, rank, ranks)._chunks for rank in range(ranks)]
     assert [chunk for share in shares for chunk in share] == [("a", n) for n in range(sizes[0])] + [("b", n) for n in range(sizes[1])]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_every_flipped_bit_and_every_missing_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunks, shards):
+    for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**6)
     folder, random = write(tmp_path / "run", 3), np.random.default_rng(1)
     names = sorted(path.name for path in folder.iterdir())
-    sums = [f"{file}.chunks" for file in files.ARRAYS]
-    assert names == sorted(["SHA256SUMS", *files.ARRAYS, *sums, "progress.json"])
+    chunks = [f"{file}.chunks" for file in files.ARRAYS]
+    assert names == sorted(["SHA256SUMS", *files.ARRAYS, *chunks, "progress.json"])
     for name in names:
         whole_file = (folder / name).read_bytes()
         for bit in random.choice(8 * len(whole_file), 40, replace=False):
@@ -432,7 +432,7 @@ def read(folder: Path) -> Arrays:
 
 
 def test_a_chunk_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunks, shards):
+    for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**16)
     folder = write(tmp_path / "run", 2, state=LARGE)
     with (folder / "optimizer.safetensors").open("r+b") as file:

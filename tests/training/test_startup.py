@@ -18,8 +18,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.telemetry.first_step import FirstStep
-from hvdtrain.training.telemetry.startup import _age_s, _stat, launcher, phases, summary
+from hvdtrain.training.telemetry.startup import FirstStep, _age_s, _stat, launcher, phases, summary
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 

@@ -29,14 +29,11 @@ from hvdtrain.frameworks.learner import TimedPass
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
 from hvdtrain.tasks.classification.build import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
-from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import Reached, TrainState, from_json, to_json
-from hvdtrain.training.progress.triggers import stop_reason
+from hvdtrain.training.progress.triggers import after_evaluation, stop_reason
 from hvdtrain.training.run_folder import MARKER
-from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, find_counters
-from hvdtrain.training.telemetry.energy_meter import EnergyMeter
-from hvdtrain.training.telemetry.pipeline_passes import on_one_clock
-from hvdtrain.training.telemetry.pipeline_waits import PipelineWaits
+from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, EnergyMeter, find_counters
+from hvdtrain.training.telemetry.pipeline import PipelineWaits, on_one_clock
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 

@@ -18,10 +18,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.telemetry.energy import POWERCAP, Counter, EnergyCounters
-from hvdtrain.training.telemetry.energy_meter import EnergyMeter
-from hvdtrain.training.telemetry.memory import peak_memory_bytes
-from hvdtrain.training.telemetry.telemetry import Telemetry
+from hvdtrain.training.telemetry.energy import POWERCAP, Counter, EnergyCounters, EnergyMeter
+from hvdtrain.training.telemetry.telemetry import Telemetry, peak_memory_bytes
 
 
 class Metered(torch.nn.Module):
@@ -128,7 +126,7 @@ def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None
 
 
 def test_memory_is_that_of_this_process_and_not_of_the_one_that_started_it() -> None:
-    ask = "from hvdtrain.training.telemetry.memory import peak_memory_bytes as most; print(most())"
+    ask = "from hvdtrain.training.telemetry.telemetry import peak_memory_bytes as most; print(most())"
     big = f"import subprocess, sys; much = bytearray(b'x') * 700_000_000; subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
     said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True)
     assert 10e6 < int(said.stdout) < 600e6 and peak_memory_bytes() > 10e6

@@ -30,7 +30,7 @@ from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import Change, refuse_another_job
 from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.input.micro_batches import split_step
+from hvdtrain.training.input import split_step
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.train_job import check_smallest_pass
 

@@ -19,7 +19,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.input import Prefetcher
 
 MAX_STEPS = 20  # of one block
 

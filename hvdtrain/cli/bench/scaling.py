@@ -39,7 +39,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.report.figures import scaling_curve
-from hvdtrain.training.build_task import planned_task
+from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, unstaged
 
 _SYNC_POINTS = 6  # of a job: the steps before the first one are warm-up

@@ -18,7 +18,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
-from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, open_datasets
@@ -28,7 +27,8 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.job_memory import resolve_micro
 from hvdtrain.training.loop import train_to_sync_point
-from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.start import begin
 
 
 class Trainer:

@@ -307,10 +307,9 @@ def _of_each_kind(communicator: Communicator, digests: Sequence[str], own: dict[
 def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
     """The model of each rank, with the same weights, for one fixed batch: the same findings on all ranks. Every rank calls it."""
     from hvdtrain.frameworks.learner import Learner
-    from hvdtrain.training.build import build_learner
-    from hvdtrain.training.build_task import restore_task
+    from hvdtrain.training.build import build_learner, restore_task
     from hvdtrain.training.datasets import facts_of_task
-    from hvdtrain.training.replicas.broadcast import broadcast_state
+    from hvdtrain.training.replicas.compare import broadcast_state
     from hvdtrain.training.replicas.probe import Probe
 
     facts = ranks[communicator.rank]

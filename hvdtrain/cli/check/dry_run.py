@@ -20,7 +20,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.errors import UserError
-from hvdtrain.training.run_lock.lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
+from hvdtrain.training.run_lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
 
 FREE_BYTES = 1e9  # that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
 

@@ -26,16 +26,15 @@ from hvdtrain.events.writers import append_event, finite
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.classification.labels import classes_of
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build_task import restore_task
-from hvdtrain.training.common_codebook import CommonCodebook
-from hvdtrain.training.datasets import build_source, digests, unstaged
-from hvdtrain.training.evaluation.evaluate import ClassCounts, Evaluation
-from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
-from hvdtrain.training.evaluation.trained_model import TrainedModel, load_trained_model
+from hvdtrain.training.build import restore_task
+from hvdtrain.training.datasets import CommonCodebook, build_source, digests, unstaged
+from hvdtrain.training.evaluate import ClassCounts, Evaluation
+from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
 from hvdtrain.training.summary import first_names
+from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]

@@ -17,15 +17,13 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.functions.loss import OwnLoss, with_inputs_of, without_loss
 from hvdtrain.tasks.functions.measured import Measured
 from hvdtrain.tasks.task import Task, is_users_model
-from hvdtrain.training.build_task import restore_task
+from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import digests, unstaged
-from hvdtrain.training.evaluation.asked import asked_source
-from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
-from hvdtrain.training.evaluation.evaluate import predict as predict_samples
-from hvdtrain.training.evaluation.only_inputs import OnlyInputs
-from hvdtrain.training.evaluation.trained_model import TrainedModel
+from hvdtrain.training.evaluate import evaluate as evaluate_samples
+from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.trained_model import OnlyInputs, TrainedModel, asked_source
 
 WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})  # a task: a prediction has that of the checkpoint
 

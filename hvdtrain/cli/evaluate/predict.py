@@ -28,12 +28,11 @@ from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.functions.measured import Measured
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.evaluation.evaluate import predict as predict_samples
-from hvdtrain.training.evaluation.only_inputs import OnlyInputs
-from hvdtrain.training.evaluation.trained_model import TrainedModel
+from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.trained_model import OnlyInputs, TrainedModel
 
 USAGE = """\
 hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv [--checkpoint newest] [--force] [key=value ...]

@@ -31,9 +31,9 @@ from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build_task import planned_task
+from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, check_augmentation, published, unwritten
-from hvdtrain.training.memory.meter import resident_bytes
+from hvdtrain.training.job_memory import resident_bytes
 
 USAGE = """\
 hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] [--parallel-picture FILE] [key=value ...]

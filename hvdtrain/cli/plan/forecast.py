@@ -22,7 +22,7 @@ from hvdtrain.recipe.clock import clock, total_samples
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.conflicts import refuse_on_every_engine
-from hvdtrain.training.input.micro_batches import passes_of_step
+from hvdtrain.training.input import passes_of_step
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
 

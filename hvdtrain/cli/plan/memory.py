@@ -16,8 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import KINDS, Footprint
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.memory.advice import may_recompute, stages_of
-from hvdtrain.training.memory.forecast import MARGIN, MemoryForecast, forecast_memory, gib
+from hvdtrain.training.memory import MARGIN, MemoryForecast, forecast_memory, gib, may_recompute, stages_of
 
 RANKS = (1, 2, 4, 8)  # without --ranks
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

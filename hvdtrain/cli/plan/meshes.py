@@ -19,7 +19,7 @@ from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.memory.forecast import MARGIN, forecast_memory, gib
+from hvdtrain.training.memory import MARGIN, forecast_memory, gib
 
 _OF_A_PIPELINE = ("schedule", "virtual", "micro_batches")
 _SCHEMES = ("a", "b", "c")

@@ -19,8 +19,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures import layout
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.memory.forecast import MARGIN, gib
-from hvdtrain.training.memory.meter import resident_bytes
+from hvdtrain.training.job_memory import resident_bytes
+from hvdtrain.training.memory import MARGIN, gib
 
 PARALLEL_RANKS = 4  # without --ranks
 _QUIET_S = 5.0  # after that, progress is printed

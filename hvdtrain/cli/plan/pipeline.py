@@ -14,7 +14,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, UnitC
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.conflicts import refuse_on_every_engine
-from hvdtrain.training.input.micro_batches import passes_of_step
+from hvdtrain.training.input import passes_of_step
 
 _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _BAR = 30  # characters of the slowest stage's

@@ -1,21 +1,25 @@
-"""What a command changes in the configuration of the run that it goes on from, and which changes it has to ask for with resume=RUN."""
+"""What a command changes in the configuration of the run that it goes on from, and the command that goes on from a run folder."""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config import options, plugins
-from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.length import as_given
+from hvdtrain.config.plugins import is_dotted, is_users_own
 from hvdtrain.config.read import read_run_config, resolve
 from hvdtrain.config.schema import Config
+from hvdtrain.core.program import command_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction
-from hvdtrain.training.checkpoint.resume_command import further, resume_command
+from hvdtrain.recipe.clock import total_samples
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import stop_reason
+from hvdtrain.training.progress.triggers import patience_is_over, stop_reason, target_is_held, time_is_over
 
 PLACE = ("run", "resume")  # where a job is, not what it is: neither saved nor compared
 
@@ -169,3 +173,34 @@ def _differences(found: list[Change]) -> str:
 
 def _argument(change: Change) -> str:
     return f"{change.key}={change.now if isinstance(change.now, str) else json.dumps(change.now)}"
+
+
+def resume_command(config: Config, run: Path, *arguments: str) -> str:
+    """With these arguments more. Code and a cache that a run folder names are used only where the command names them too."""
+    if any(section.name.startswith("__main__:") or section.given for section in (config.data, config.task, config.model)):
+        return f"the same script, with {shlex.join([f'resume={run}', *arguments])}"
+    command = [f"resume={run}"]
+    for section in (config.data, config.task, config.model):
+        if is_users_own(section):
+            command.append(f"{section.section}.name={section.name}")
+    if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
+        command.append(f"optim.name={config.optim.name}")
+    if config.data.options.get("cache") is not None:
+        command.append(f"data.cache={config.data.options['cache']}")
+    return command_line(*command, *(argument for argument in arguments if argument not in command))
+
+
+def further(config: Config, now: TrainState) -> list[str]:
+    """The arguments that extend a job that is over: one for each limit that it has reached."""
+    arguments = []
+    if config.stop.steps is not None and now.progress.step >= config.stop.steps:
+        arguments.append(f"stop.steps={2 * now.progress.step}")
+    if target_is_held(config, now):
+        arguments.append("stop.target=null")
+    if patience_is_over(config, now):
+        arguments.append(f"stop.patience={2 * now.without_better}")
+    if time_is_over(config, now.seconds):
+        arguments.append(f"stop.time={2 * math.ceil(now.seconds)}s")
+    if config.epochs is not None and (now.progress.samples >= total_samples(config, now.progress.dataset) or not arguments):
+        arguments.append(f"epochs={as_given(2 * max(config.epochs, now.epoch))}")
+    return arguments

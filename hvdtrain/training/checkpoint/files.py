@@ -20,9 +20,9 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, PIECE_BYTES, map_arrays, write_arrays
-from hvdtrain.training.checkpoint.chunks import LINE_BYTES, as_text, check_chunks, count_chunks, sums_of
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES
+from hvdtrain.training.checkpoint.sums import LINE_BYTES, as_text, check_chunks, count_chunks, sums_of
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
 FORMAT = 4

@@ -17,9 +17,17 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.changes import Change, changes, flat, refuse_another_job, refuse_another_model, refuse_another_optimizer
+from hvdtrain.training.checkpoint.changes import (
+    Change,
+    changes,
+    flat,
+    further,
+    refuse_another_job,
+    refuse_another_model,
+    refuse_another_optimizer,
+    resume_command,
+)
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
-from hvdtrain.training.checkpoint.resume_command import further, resume_command
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 

@@ -26,9 +26,8 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import Diverged
 from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_bytes
-from hvdtrain.training.checkpoint.byte_sums import ByteSum
-from hvdtrain.training.checkpoint.chunks import CHUNK_BYTES, count_chunks, read_chunk
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
+from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, ByteSum, count_chunks, read_chunk
 
 WAIT_S = 300.0  # of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
 CLOSING_S = 30.0  # of a rank whose job ends, for rank 0

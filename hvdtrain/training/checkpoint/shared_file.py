@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader, BufferedWriter, FileIO
 
 from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
-from hvdtrain.training.checkpoint.byte_sums import ByteSum
+from hvdtrain.training.checkpoint.sums import ByteSum
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
 SYNC_BYTES = 2**28  # after so many the disk is waited for: what a rank has written is then seen while it writes

@@ -72,7 +72,7 @@ def frames_of_work(thread: int) -> list[FrameType]:
     """Frames of a thread; of one that waits for samples the calls of the reader that reads them: what hangs is there."""
     frames = frames_of(thread)
     innermost = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
-    if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.training.input.prefetch.take":
+    if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.training.input.take":
         return frames
     readers = [frames_of(one.ident) for one in threading.enumerate() if one.name.startswith("hvdtrain-reader") and one.ident]
     return next((found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)), frames)

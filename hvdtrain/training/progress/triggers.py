@@ -1,13 +1,19 @@
-"""When the ranks synchronize, when they evaluate and when the job ends, as pure functions of progress."""
+"""When the ranks synchronize, when they evaluate, which targets are reached and when the job ends, as pure functions of progress."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.schema import Config
+from hvdtrain.core.metrics import Sums, reaches
 from hvdtrain.core.progress import Progress
 from hvdtrain.recipe.clock import total_epochs, total_samples
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.tasks.task import Task, objective
+from hvdtrain.training.progress.event_fields import job_energy
+from hvdtrain.training.progress.train_state import Reached, TrainState
 
 
 def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
@@ -76,3 +82,29 @@ def stop_reason(config: Config, now: TrainState) -> str:
         return ""
     is_of_epochs = now.progress.samples >= total_samples(config, now.progress.dataset)
     return f"epochs={total_epochs(config):g}" if is_of_epochs else f"stop.time={config.stop.time}"
+
+
+def after_evaluation(
+    config: Config, task: Task, now: TrainState, val: Sums, seconds: float, energy_kinds: Collection[str]
+) -> tuple[TrainState, list[Reached]]:
+    """The state after the evaluation with the sums `val`, and the targets of log.targets and stop.target that it reached first.
+
+    A target that an earlier evaluation was as good as was reached at a time that is not known, before a resume added it: it is left out.
+    """
+    after = now.after_evaluation(objective(task).of(val), config.stop.target, seconds, config.stop.min_delta)
+    targets = {target for target in (*config.log.targets, config.stop.target) if target is not None}
+    open_targets = targets - {past.target for past in now.reached}
+    joules = job_energy(after, energy_kinds)
+    reached = [
+        Reached(
+            target=target,
+            value=after.last,
+            seconds=round(seconds, 3),
+            epochs=after.progress.epochs,
+            images=after.progress.samples,
+            joules=sum(joules.values()) if joules else None,
+        )
+        for target in sorted(open_targets, reverse=now.better == "min")
+        if reaches(after.last, target, now.better) and not reaches(now.best, target, now.better)
+    ]
+    return replace(after, reached=(*after.reached, *reached)), reached

@@ -13,8 +13,7 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction
 from hvdtrain.training.replicas import software
 from hvdtrain.training.replicas.compare import describe_minority
-from hvdtrain.training.replicas.given_objects import object_digests
-from hvdtrain.training.replicas.user_code import module_digests, named_modules
+from hvdtrain.training.replicas.user_code import module_digests, named_modules, object_digests
 
 Facts = dict[str, dict[str, Any]]  # kind, a key of software.FIXES -> name of a fact -> its value
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,15 +25,11 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.telemetry.energy import find_counters
-from hvdtrain.training.telemetry.energy_meter import EnergyMeter
-from hvdtrain.training.telemetry.first_step import FirstStep
-from hvdtrain.training.telemetry.memory import peak_memory_bytes
-from hvdtrain.training.telemetry.pipeline_passes import gather_passes
-from hvdtrain.training.telemetry.pipeline_waits import PipelineWaits
+from hvdtrain.training.telemetry.energy import EnergyMeter, find_counters
+from hvdtrain.training.telemetry.pipeline import PipelineWaits, gather_passes
 from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
-from hvdtrain.training.telemetry.staleness import StalenessMeter
-from hvdtrain.training.telemetry.update_log import UpdateLog
+from hvdtrain.training.telemetry.startup import FirstStep
+from hvdtrain.training.telemetry.update_log import StalenessMeter, UpdateLog
 
 EVERY_RANK_A_MODEL = ParallelConfig()
 
@@ -234,3 +233,15 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(inner) for inner in value]
     return round(value, 3) if isinstance(value, float) else value
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes() -> int:
+    """Peak of the host's memory. Linux's ru_maxrss may be that of the process which started this one: it outlives exec, VmHWM does not."""
+    try:
+        (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * int(kb)

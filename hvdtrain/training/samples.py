@@ -1,7 +1,8 @@
-"""What the model of a job draws at each evaluation, from the same random numbers each time: files in the run folder, for the report."""
+"""Sequences that a language model draws: by all ranks together, and in a job at each evaluation, as files for the report."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import time
@@ -16,7 +17,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.data.codebook import codebook_of
-from hvdtrain.data.images.grid import grid, png
+from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
 from hvdtrain.data.text import decode, read_tokenizer
 from hvdtrain.errors import UserError
@@ -29,7 +30,34 @@ from hvdtrain.training.checkpoint.files import OpenFolder
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.samples.draw import draw_on_all_ranks
+
+
+def draw_on_all_ranks(
+    communicator: Communicator,
+    learner: Sampler,
+    prompts: np.ndarray,
+    length: int,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    at_once: int,
+    before_each: Callable[[], None],
+) -> np.ndarray:
+    """int64 (n, length): the prompts, int64 (n, m), continued as Sampler.continue_sequences() says. A collective.
+
+    at_once: sequences that a rank continues together. before_each() is called before each position, equally often on every rank.
+    """
+    mine = [np.empty((0, length), np.int64)]
+    for rows in evaluation_batches(len(prompts), at_once, communicator.rank, communicator.size):
+        first = int(rows[0]) if len(rows) else 0
+        mine.append(
+            learner.continue_sequences(
+                prompts[rows], length, tokens=tokens, temperature=temperature, seed=seed, first=first, before_each=before_each
+            )
+        )
+    return communicator.allgather(np.concatenate(mine), "sample.tokens")
+
 
 FOLDER = "samples"  # of a run folder
 COLUMNS = 16  # images side by side
@@ -116,3 +144,35 @@ class SampleSeries:
                 folder.replace(name, content)
         except OSError as error:
             warn(f"no samples of this step: {self.run / FOLDER / name}: {error.strerror or error}")
+
+
+_GAP = 2  # pixels between two images, after they were enlarged
+_SMALLEST = 64  # pixels of an image's height in the grid
+
+
+def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
+    """uint8 (n, H, W, C) -> uint8 (rows, columns, C): enlarged by a whole number, on white.
+
+    columns: images side by side; None: as many as make the page about as high as wide.
+    """
+    n, height, width, channels = images.shape
+    factor = max(1, -(-_SMALLEST // height))
+    images = images.repeat(factor, 1).repeat(factor, 2)
+    height, width = height * factor, width * factor
+    columns = min(n, columns or max(1, round(math.sqrt(n * height / width))))
+    rows = -(-n // columns)
+    page = np.full((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, channels), 255, np.uint8)
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        top, left = row * (height + _GAP), column * (width + _GAP)
+        page[top : top + height, left : left + width] = image
+    return page
+
+
+def png(page: np.ndarray) -> bytes:
+    """The file of uint8 (H, W, C), of one channel or three."""
+    import PIL.Image
+
+    out = io.BytesIO()
+    PIL.Image.fromarray(page[..., 0] if page.shape[2] == 1 else page).save(out, "PNG")
+    return out.getvalue()

@@ -15,8 +15,18 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.terminal import warn
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.run_lock.holder import LENGTH, Holder, from_bytes, is_gone, this_process, to_bytes
-from hvdtrain.training.run_lock.lost import GONE, UNWRITABLE, lost_folder, unwritable_folder
+from hvdtrain.training.lock_holder import (
+    GONE,
+    LENGTH,
+    UNWRITABLE,
+    Holder,
+    from_bytes,
+    is_gone,
+    lost_folder,
+    this_process,
+    to_bytes,
+    unwritable_folder,
+)
 
 LOCK = "lock.json"
 BEAT_S = 5.0  # between two signs of life

@@ -18,7 +18,7 @@ from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.input.prefetch import device_batches, read_ahead_of
+from hvdtrain.training.input import device_batches, read_ahead_of
 
 MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced over ranks
 

@@ -1,1 +1,0 @@
-"""The samples of each step: split into micro-batches, and read ahead on threads."""

@@ -1,0 +1,216 @@
+"""What a job takes of a rank's memory by prediction, how much a rank may take on its host, and what would fit where it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.features import Feature
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.sampler import largest_share
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.input import passes_of_step
+
+MARGIN = 1.1  # times the prediction: what the allocator and the libraries take beside it (docs/memory.md)
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Predicts footprints of the rank that takes most, as the job is configured and with some keys changed."""
+
+    config: Config
+    task: Task
+    ranks: int
+    features: frozenset[Feature]  # of the engine
+    share: int  # most samples of a rank in a step
+    passes: int  # of that step, where batch.micro does not say
+    evaluated: int  # samples in one pass of an evaluation
+    ahead: int  # steps that are read ahead
+    _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(default_factory=dict)  # by step, stage, recompute
+
+    def footprint(self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None) -> Footprint:
+        """With these values of batch.micro, shard.stage and model.recompute. Takes about a second, the first time.
+
+        Raises UserError where the framework or the model cannot be predicted, or the model has no blocks to recompute.
+        """
+        config, step = self.config, self.step(micro)
+        key = (step, config.shard.stage if stage is None else stage, config.model.recompute if recompute is None else recompute)
+        if key not in self._known:
+            self._known[key] = self._predict(
+                config.replace(shard=config.shard.replace(stage=key[1]), model=config.model.replace(recompute=key[2])), step
+            )
+        return self._known[key]
+
+    def _predict(self, config: Config, step: PlannedStep) -> Footprint:
+        framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+        if not hasattr(framework, "footprint"):
+            what = f"the memory of framework={config.framework} is not predicted"
+            raise UserError(what, config.where("framework"), "framework=torch")
+        found: Footprint = framework.footprint(config, self.task, step, self.ranks, self.features)
+        return found
+
+    def step(self, micro: int | None = None) -> PlannedStep:
+        """With at most so many samples in a pass; None: as configured."""
+        micro = micro or (self.config.batch.micro if isinstance(self.config.batch.micro, int) else None)
+        passes = -(-self.share // micro) if micro else self.passes
+        return PlannedStep(self.share, passes, self.evaluated, self.ahead, writes_checkpoints=True)
+
+
+def forecast_memory(
+    config: Config, task: Task, recipe: Recipe, ranks: int, features: frozenset[Feature], samples: int, evaluated: int, ahead: int
+) -> MemoryForecast:
+    """The forecast of the step with the largest batch of the recipe, over `samples` training samples."""
+    batch = max(recipe.batch.first, *recipe.batch.to, 1)
+    share = largest_share(0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling)
+    micro = config.batch.replace(micro=None) if config.batch.micro == "auto" else config.batch
+    passes = passes_of_step(config.replace(batch=micro), share, batch, recipe.batch.first)
+    return MemoryForecast(config, task, ranks, features, share, passes, max(1, min(evaluated, config.batch.evaluate)), ahead)
+
+
+def gib(size: float) -> str:
+    """6.1 GiB, 0.35 GiB, 12 MiB"""
+    if size >= 2**30 / 10:
+        return f"{size / 2**30:.{1 if size >= 2**30 else 2}f} GiB"
+    return f"{size / 2**20:,.0f} MiB"
+
+
+_MOST_GUESSES = 20  # after the first two
+
+
+def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
+    """The most samples, of 1 ... most, that fit; of so many size() tells the bytes; 0 where one sample does not fit.
+
+    Memory is convex in the samples, so that what a line between two sizes says fits; where one is nearly flat, halves are faster.
+    """
+    above = size(most)
+    if above <= room:
+        return most
+    fits, below = 1, size(1) if most > 1 else above
+    if below > room:
+        return 0
+    for number in range(_MOST_GUESSES):
+        if most - fits == 1:
+            break
+        by_line = fits + max(1, int((room - below) / (above - below) * (most - fits)))
+        guess = by_line if number % 2 == 0 and by_line < most else (fits + most) // 2
+        found = size(guess)
+        if found <= room:
+            fits, below = guess, found
+        else:
+            most, above = guess, found
+    return fits
+
+
+_V2, _V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_UNLIMITED = 2**60  # what version 1 says where there is no limit is larger
+
+
+class Room(NamedTuple):
+    """The least of any limit."""
+
+    bytes: int
+    limit: str  # for people: "ulimit -v", "ulimit -d", "the container's memory.max", "free memory of the host"
+
+
+def room_of_rank(config: Config, communicator: Communicator) -> Room:
+    """Room of the GPU that this rank trains on, or of its host."""
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    free = framework.free_device_bytes(config, communicator) if hasattr(framework, "free_device_bytes") else None
+    return room(communicator.local_size) if free is None else Room(free, "the free memory of the GPU")
+
+
+def room(local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Room:
+    """Room of one of so many ranks on the host, beyond what this process has by now; without a limit that can be read, infinitely much."""
+    return min([*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)], default=Room(_UNLIMITED, "no limit"))
+
+
+def _limits(proc: Path) -> Iterator[Room]:
+    """Limits of the addresses of this process, and of those among them that it may write to and shares with no other."""
+    for which, entry, name in ((resource.RLIMIT_AS, "VmSize", "ulimit -v"), (resource.RLIMIT_DATA, "VmData", "ulimit -d")):
+        soft, _ = resource.getrlimit(which)
+        size = _number(proc / "self" / "status", rf"^{entry}:\s*(\d+) kB$")
+        if soft != resource.RLIM_INFINITY and size is not None:
+            yield Room(max(0, soft - 1024 * size), name)
+
+
+def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
+    """Limits of the control group of this process and those around it, in version 2 and 1; a container sees its own as the root."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        if controllers not in ("", "memory"):
+            continue
+        root, (limit_name, used_name) = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            limit, used = _number(group / limit_name, r"^(\d+)$"), _number(group / used_name, r"^(\d+)$")
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                cached = _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0  # given back when it is needed
+                yield Room(max(0, limit - used + cached) // local_size, f"the container's {limit_name}")
+            if group == root:
+                break
+
+
+def _free(local_size: int, proc: Path) -> Iterator[Room]:
+    free = _number(proc / "meminfo", r"^MemAvailable:\s*(\d+) kB$")
+    if free is not None:
+        yield Room(1024 * free // local_size, "the free memory of the host")
+
+
+def _number(path: Path, pattern: str) -> int | None:
+    found = re.search(pattern, _text(path), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def stages_of(config: Config) -> tuple[int, ...]:
+    """The values of shard.stage that go with the configuration's way to divide layers."""
+    return (0, 1, 2) if config.parallel.pipeline > 1 or config.parallel.dense != "none" else (0, 1, 2, 3)
+
+
+def may_recompute(config: Config) -> bool:
+    """Whether model.recompute goes with the configuration's way to divide layers."""
+    return config.parallel.dense == "none" and config.parallel.schedule != "zero_bubble"
+
+
+def advice(forecast: MemoryForecast, room: Room) -> str:
+    """The job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2 takes 3.1 GiB, batch.micro=8 3.9 GiB
+
+    Raises UserError where the job cannot be predicted.
+    """
+    config = forecast.config
+    most = max(stages_of(config))
+    higher = range(max(2, config.shard.stage + 1), most + 1) if forecast.ranks > config.parallel.ranks else ()
+    stages: list[int | None] = [None, *higher]
+    recomputes = [None, "all"] if config.model.recompute == "none" and may_recompute(config) else [None]
+    needs = forecast.footprint().total
+    parts = [f"the job takes {gib(needs)} of each rank by prediction, which had {gib(room.bytes)} ({room.limit})"]
+    for stage, recompute in list(itertools.product(stages, recomputes))[1:]:
+        words = f"shard.stage={stage} " * (stage is not None) + f"model.recompute={recompute}" * (recompute is not None)
+        with contextlib.suppress(UserError):  # a model without blocks
+            parts.append(f"{words.rstrip()} takes {gib(forecast.footprint(stage=stage, recompute=recompute).total)}")
+    step = forecast.step()
+    micro = largest_micro(lambda samples: MARGIN * forecast.footprint(micro=samples).total, step.micro, room.bytes)
+    if 0 < micro < step.micro and config.parallel.dense_updates == 1:  # several exclude batch.micro
+        parts.append(f"batch.micro={micro} takes {gib(forecast.footprint(micro=micro).total)}")
+    found = forecast.footprint()
+    if found.evaluation == found.tensors and forecast.evaluated > 1:
+        parts.append(f"the evaluation takes most: batch.evaluate={max(1, forecast.evaluated // 4)} takes less")
+    return "; ".join(parts)

@@ -1,0 +1,263 @@
+"""A run's model as it is asked: its weights and its task, also where only the inputs of samples are known, and data in their form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
+from hvdtrain.config.schema import Config, ModelConfig, ParallelConfig, ShardConfig
+from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.metrics import Metric, ratio
+from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.source import Field, Source, arrays_in_memory, check_numbers, reads_from_memory, reads_in_process
+from hvdtrain.errors import MEMORY, UserError, exit_code_of
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.state import check_fit
+from hvdtrain.optim.ema import averages
+from hvdtrain.tasks.columns import is_image
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
+from hvdtrain.training.build import build_learner, restore_task
+from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
+from hvdtrain.training.replicas.compare import broadcast_state
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+IN_PARTS = "on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi gives each its parts of the weights"
+
+
+class TrainedModel(NamedTuple):
+    """A trained model, equal on all ranks."""
+
+    learner: Learner  # with shard.stage=3 on several ranks each has its parts of the weights: then every pass is a collective
+    task: Task  # with the statistics of the training set
+    checkpoint: Checkpoint
+    notes: list[str]  # lines for the user: damaged checkpoints that were skipped
+
+
+def load_trained_model(
+    config: Config,
+    communicator: Communicator,
+    read: Callable[[bool, Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
+    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
+    go_on: Callable[[], None] = lambda: None,
+) -> TrainedModel:
+    """Builds the model of the configuration, and loads the weights that read(mapped, on_piece) returns on rank 0. Every rank calls it.
+
+    restore: the task, of the Task.facts() of the checkpoint. go_on: called on every rank while rank 0 reads or sends, so that its time
+    counts for no limit.
+
+    With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0 sends one by one from where they lie on
+    the disk (mapped): no rank has them all. Raises UserError on all ranks where read() does, or the weights do not fit the model.
+    """
+    in_parts = config.shard.stage == 3 and communicator.size > 1
+    if in_parts and config.optim.ema is not None:
+        what = "the averages of optim.ema are read from whole arrays, not with shard.stage=3"
+        raise UserError(what, config.where("shard.stage"), "shard.stage=0, or optim.ema=null for the weights themselves")
+    if not in_parts:  # stages 1 and 2 divide what only training has
+        config = config.replace(shard=ShardConfig())
+    try:
+        return _load(config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on)
+    except Exception as error:
+        if exit_code_of(error) == MEMORY and not in_parts and config.framework == "torch":
+            error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
+        raise
+
+
+def _load(
+    config: Config,
+    communicator: Communicator,
+    read: Callable[[Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
+    restore: Callable[[Config, dict[str, Any]], Task],
+    go_on: Callable[[], None],
+) -> TrainedModel:
+    weights: Arrays = {}
+
+    def read_on_rank_0(moved: Callable[[], None]) -> tuple[Checkpoint, list[str]]:
+        nonlocal weights
+        checkpoint, arrays, notes = read(moved)
+        weights = {name: array for name, array in arrays.items() if not name.startswith("s.")}
+        if config.optim.ema is not None and checkpoint.train_state.progress.step:
+            weights |= averages(arrays)
+        return checkpoint, notes
+
+    checkpoint, notes = long_on_rank_0(communicator, read_on_rank_0, go_on)
+    task = task_of(config, checkpoint, restore)
+    learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
+    shapes = {piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")}
+    on_rank_0(communicator, lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}))
+    broadcast_state(communicator, learner, weights, only_weights=True, on_array=go_on)
+    return TrainedModel(learner, task, checkpoint, notes)
+
+
+def task_of(config: Config, checkpoint: Checkpoint, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> Task:
+    """What the checkpoint's model was trained for. Raises Damaged where that is missing or impossible."""
+    try:
+        return restore(config, checkpoint.identity["data"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        what = f"the checkpoint does not say what it was trained for: {error}"
+        raise Damaged(what, str(checkpoint.folder), "use another checkpoint, or restore the run folder from a copy") from None
+
+
+@dataclass(frozen=True)
+class OnlyInputs:
+    """Another task without its targets: models are built and called as by that one, and the loss is 0."""
+
+    task: Task
+
+    metrics = (Metric("loss", ratio("loss", "count"), "min"),)
+    objective = "loss"
+    sums = MappingProxyType({"loss": 0})
+    sample_weight = 1
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """x, or of a task without it all fields: tokens."""
+        fields = dict(self.task.fields)
+        return {"x": fields["x"]} if "x" in fields else fields
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        return self.task.sizes
+
+    @property
+    def summary(self) -> str:
+        return self.task.summary
+
+    def weight(self, batch: Batch) -> int:
+        return len(next(iter(batch.values())))
+
+    def facts(self) -> dict[str, Any]:
+        return self.task.facts()
+
+    def outputs(self, samples: int) -> str:
+        return self.task.outputs(samples)
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return self.task.fits(found, samples)
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        return _WithoutLoss(self._part("torch", model, place))
+
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        return _WithoutLoss(self._part("jax", model, place))
+
+    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+        return _WithoutLoss(self._part("numpy", model, place))
+
+    def _part(self, framework: str, model: ModelConfig, place: Place) -> Part:
+        made: Part = getattr(self.task, framework)(model, place)
+        return made
+
+
+class _WithoutLoss:
+    """A part of a framework, by whatever arrays it computes with."""
+
+    def __init__(self, part: Part) -> None:
+        self.inputs = part.inputs
+
+    def each(self, outputs: Any, batch: Any, training: bool) -> Each:
+        if isinstance(outputs, Mapping):
+            outputs = tuple(outputs.values())
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        return Each((first if first.ndim == 1 else first.sum(tuple(range(1, first.ndim)))) * 0.0, {})
+
+    def gradient(self, outputs: Any, batch: Any) -> Any:
+        return outputs * 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class AskedSource:
+    """Samples of another source with the fields of a task, in its number types.
+
+    Raises UserError where a field is missing or of another shape, and for a label outside of the classes.
+    """
+
+    source: Source
+    fields: Mapping[str, Field]
+    where: str
+
+    def __post_init__(self) -> None:
+        for name, field in self.fields.items():
+            found = self.source.fields.get(name)
+            if found is None or not _fits(found, field):
+                what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(self.source.fields)}"
+                raise UserError(what, self.where, "data with the fields of the run")
+        arrays = arrays_in_memory(self.source)
+        for name, field in self.fields.items():
+            if arrays is not None and field.values and name in arrays:
+                check_numbers(name, arrays[name], field, self.where)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        batch = self.source.read(indices)
+        for name, field in self.fields.items():
+            if field.values:
+                check_numbers(name, batch[name], field, self.where, indices)
+        return {name: _in_form(batch[name], field) for name, field in self.fields.items()}
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return self.source.digests(seed)
+
+    def identity(self) -> dict[str, str]:
+        return self.source.identity()
+
+    @property
+    def reads_from_memory(self) -> bool:
+        return reads_from_memory(self.source)
+
+    @property
+    def reads_in_process(self) -> bool:
+        return reads_in_process(self.source)
+
+
+def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None) -> AskedSource:
+    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the array, and windows without the last one.
+
+    Raises UserError where that is nothing that as_source() knows, or does not fit the fields.
+    """
+    only = next(iter(fields)) if len(fields) == 1 else None
+    if only is not None and is_array(given):
+        columns = [column for column in getattr(given, "columns", ()) if str(column) not in TARGETS]
+        given = {only: given[columns].to_numpy() if columns else given}
+    elif only is not None and isinstance(given, Mapping):
+        given = {field: given[field] for field in given if field == only} or given
+    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)):
+        given = {only: _whole_windows(given[only], fields[only].shape[0])}
+    return AskedSource(as_source(given, name, where, workers), fields, where)
+
+
+def _whole_windows(tokens: Any, length: int) -> np.ndarray:
+    """Windows that may lack their last token, which is predicted and not read."""
+    array = np.asarray(tokens)
+    return np.pad(array, ((0, 0), (0, 1))) if array.ndim == 2 and array.shape[1] == length - 1 else array
+
+
+def _fits(found: Field, field: Field) -> bool:
+    """Whether samples can be brought into the form of a field: whole numbers to floats, never back."""
+    kinds = np.dtype(found.dtype).kind, np.dtype(field.dtype).kind
+    if kinds[0] == "f" and kinds[1] != "f":
+        return False
+    if is_image(field):
+        images = as_images(np.zeros((1, *found.shape), found.dtype))
+        return images is not None and images.shape[1:] == field.shape
+    return found.shape == field.shape or (field.shape == () and found.shape == (1,))
+
+
+def _in_form(array: np.ndarray, field: Field) -> np.ndarray:
+    images = as_images(array) if is_image(field) else None
+    array = array if images is None else images
+    return np.ascontiguousarray(array.reshape(len(array), *field.shape), field.dtype)
