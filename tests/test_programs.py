@@ -13,7 +13,7 @@ from ranks import ROOT, in_full_rounds, mpirun, needs_mpirun
 
 import hvdtrain
 
-SUPPORT = str(ROOT / "tests" / "support")
+SUPPORT = f"{ROOT}:{ROOT / 'tests' / 'support'}"
 PROGRAMS = ROOT / "tests" / "programs"
 BEST = {  # what each reaches at least
     "arrays": ("accuracy", 0.97),

@@ -194,7 +194,7 @@ def test_the_clock_is_the_same_on_any_number_of_ranks_and_after_a_resume_on_anot
     """Rates and evaluations of each step to 1e-12, with lengths in tokens and shares; resumed beside an evaluation within an epoch."""
 
     def train(ranks: int, run: str) -> None:
-        argv, env = ["-m", "hvdtrain", *TOKENS.split(), f"run={tmp_path / run}"], {"PYTHONPATH": "tests/support"}
+        argv, env = ["-m", "hvdtrain", *TOKENS.split(), f"run={tmp_path / run}"], {"PYTHONPATH": ".:tests/support"}
         result = mpirun(ranks, argv, env=env) if ranks > 1 else python(argv, env=env)
         assert result.returncode == 0, result.stderr
 

@@ -38,7 +38,7 @@ if FULL:
 
 
 def curves(engine: str, size: int, *more: str) -> dict[str, Any]:
-    found: dict[str, Any] = on_ranks(engine, size, "task_invariance:curves", engine, *more, env={"PYTHONPATH": "tests/support"})[0]
+    found: dict[str, Any] = on_ranks(engine, size, "task_invariance:curves", engine, *more, env={"PYTHONPATH": ".:tests/support"})[0]
     return found
 
 
