@@ -122,18 +122,20 @@ class Context:
         """Epochs of the samples done, with the fraction."""
         return 0.0 if self._learner is None else self._points.now.progress.epochs
 
-    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def prepare(self, model: Any, optimizer: Any, *, example: Any = None) -> tuple[Any, Any]:
         """A torch module and its optimizer, as all ranks train them together: both in the place of the script's own.
 
-        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 to 3). Weights and
-        buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer that has no state.
+        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 to 3); with parallel.*
+        ranks have the model together. Weights and buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer
+        that has no state. example: a tensor (n, ...), what the model is called with for some samples: parallel.tensor and
+        parallel.pipeline need it.
         """
         if self._learner is not None:
             raise UserError(
                 "a second ctx.prepare()", "ctx.prepare()", "one module that has all parts, with one optimizer of several groups"
             )
         self._heartbeat.beat("preparing the model", 0, 0)
-        learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped)
+        learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped, example)
         self._heartbeat.under_way = learner.under_way
         broadcast_state(self._communicator, learner, None)
         self._learner, self._saved = learner, WithExtra(learner)
@@ -236,7 +238,7 @@ class Context:
     def _stepped(self) -> None:
         """The step of the batch that the script has is done."""
         assert self._stream is not None
-        self._points.stepped(self._samples.count, self._stream.batch)
+        self._points.stepped(self._samples.count if self.mesh.counts else 0, self._stream.batch)
 
     def each(self, dataset: Any, *, batch: int) -> Iterator[Any]:
         """Every sample once, over all ranks, in batches of at most `batch` on each: for an evaluation, within the loop or after it.
@@ -247,7 +249,7 @@ class Context:
         check_batch(batch, "ctx.each()")
         source = checked_source(dataset, "ctx.each()", self._config)
         self._learner.sync_buffers(self._communicator)
-        for rows in evaluation_batches(len(source), batch, self.rank, self.size):
+        for rows in evaluation_batches(len(source), batch, self.mesh.data.rank, self.mesh.data.size):
             self._heartbeat.beat("evaluation", int(self.epochs), self.step)
             yield rows_of(source, rows, self._learner)
 

@@ -12,12 +12,13 @@ from hvdtrain.errors import UserError, nearest, short
 WHERE = "hvdtrain.init()"
 KEYS = (
     *("run", "resume", "seed"),
-    *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune")),
+    *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune", "local_steps")),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
+    *(f"parallel.{name}" for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")),
     *("optim.clip_norm", "optim.clip_value"),
     *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),
-    "speed.device",
+    *("speed.device", "speed.precision", "speed.compile"),
     *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last", "keep_best")),
     *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
@@ -32,7 +33,7 @@ _OF_THE_CALLS = {
     "optim.base_lr": "the optimizer has its rate, and a scheduler of torch changes it",
     "data.name": "ctx.samples(dataset, batch=...)",
     "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
-    "comm.local_steps": "hvdtrain.train() has it",
+    "servers.count": "hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, which brings the state of one of torch's",
     "guard.lost": "launch --elastic starts the script again on the ranks that are left",
 }
 

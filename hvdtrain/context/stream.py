@@ -44,7 +44,8 @@ class SampleStream:
         self.batch, self.total = batch, math.ceil(Fraction(repr(epochs)) * len(self.source))
         self.config = config.replace(seed=seed, epochs=epochs, batch=config.batch.replace(size=batch))
         recipe = build_recipe(self.config, len(self.source), None)
-        self.prefetcher = Prefetcher(self.config, communicator, recipe, self.source, learner)
+        undivided = self.config.replace(parallel=self.config.parallel.replace(pipeline=1))  # the script has the micro-batches: accumulate()
+        self.prefetcher = Prefetcher(undivided, communicator, recipe, self.source, learner)
         self._communicator, self._learner = communicator, learner
 
     def take(self, p: Progress) -> Any:

@@ -488,7 +488,8 @@ def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any, stage: int) -> 
     found = stepped(make, clipped, lr=0.1)
     torch.testing.assert_close(found, stepped(make, plain_step, "optim.clip_norm=0.5", lr=0.1), rtol=1e-6, atol=0)
     with pytest.raises(
-        UserError, match="with shard.stage each rank has a part of the gradients, and p.grad has none\n.*\n.*optim.clip_norm=1"
+        UserError,
+        match="with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has none\n.*\n.*optim.clip_norm=1",
     ):
         stepped(make, clipped, f"shard.stage={stage}")
 
@@ -649,6 +650,65 @@ def test_autocast_in_bfloat16_is_that_of_torch(make: Any) -> None:
         assert torch.equal(weights_of(net), weights_of(alone))
 
 
+def of_precision(opened: list[ht.Context], *arguments: str, by_hand: bool = False) -> list[float]:
+    """The losses of a net of two layers; by_hand: under autocast of the script's own."""
+    x = np.random.default_rng(0).uniform(-1, 1, (40, 6)).astype(np.float32)
+    ctx = ht.init(*arguments)
+    opened.append(ctx)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    model, optimizer = ctx.prepare(net, optimizer, example=torch.from_numpy(x[:2]))
+    losses = []
+    for batch in ctx.samples({"x": x, "y": x.prod(1, keepdims=True)}, batch=8, epochs=1, seed=1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=by_hand):
+            outputs = model(batch["x"])
+        loss = torch.nn.functional.mse_loss(outputs.to(batch["y"].dtype), batch["y"])
+        ctx.backward(loss)
+        if "shard.stage=1" not in arguments and "shard.stage=3" not in arguments:
+            gradient = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+            assert gradient < 10, "no loss scale is in it"
+        optimizer.step()
+        losses.append(loss.item())
+    ctx.close()
+    return losses
+
+
+def test_number_types_by_the_key(opened: list[ht.Context]) -> None:
+    """bf16 is autocast around the model, to the last bit; the loss scale of fp16 is not in p.grad; without the key all is as it is."""
+    plain = of_precision(opened)
+    assert of_precision(opened, "speed.precision=fp32") == plain
+    assert of_precision(opened, "speed.precision=fp64") == pytest.approx(plain, rel=1e-4)
+    in_bf16 = of_precision(opened, by_hand=True)
+    assert in_bf16 != plain and of_precision(opened, "speed.precision=bf16") == in_bf16
+    in_fp16 = of_precision(opened, "speed.precision=fp16")
+    assert in_fp16 != plain and in_fp16 == pytest.approx(plain, rel=0.05)
+    assert of_precision(opened, "speed.precision=fp16", "shard.stage=1") == in_fp16
+    assert of_precision(opened, "speed.precision=bf16", "shard.stage=3") == pytest.approx(in_bf16, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch, inside of its compiler
+def test_compiled_by_the_key(opened: list[ht.Context]) -> None:
+    assert of_precision(opened, "speed.compile=default") == pytest.approx(of_precision(opened), rel=1e-4)
+    opened.append(ht.init("speed.compile=default"))
+    model = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+    with pytest.raises(UserError, match="the model is compiled already"):
+        opened[-1].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_grad_scaler_beside_a_loss_scale_or_local_steps(opened: list[ht.Context]) -> None:
+    for words, what in [(["speed.precision=fp16"], "which scales the loss already"), (["comm.local_steps=2"], "this rank's part")]:
+        opened.append(ht.init(*words))
+        model, optimizer = opened[-1].prepare(net := torch.nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        for batch in opened[-1].samples({"x": torch.ones(4, 2)}, batch=2):
+            opened[-1].backward(scaler.scale(model(batch["x"]).mean()))
+            with pytest.raises(UserError, match=what):
+                scaler.step(optimizer)
+            break
+        opened[-1].close()
+
+
 def test_a_data_loader_gives_its_data_set(make: Any) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -792,6 +852,7 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: 
         (["epochs=3"], "epochs is not of an own loop", "ctx.samples(dataset, batch=..., epochs=...)"),
         (["model.name=mlp"], "model.name is not of an own loop", "ctx.prepare(model, optimizer)"),
         (["augment.flip=true"], "augment.flip is not of an own loop", "hvdtrain.train() has it; an own loop has checkpoint, comm"),
+        (["servers.count=1"], "servers.count is not of an own loop", "a worker makes no step"),
         (["guard.lost=shrink"], "guard.lost is not of an own loop", "launch --elastic"),
         (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
         (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),

@@ -228,3 +228,58 @@ def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: di
     assert "start 2: 2 ranks" in done.stderr and "at step 25" in done.stderr
     assert_equal(json.loads(out.read_text()), straight)
     assert "trains" in (run / "launch.jsonl").read_text()
+
+
+def in_ways(folder: Path, size: int, *ways: str) -> list[dict[str, Any]]:
+    """What own_ways_on_ranks.py gave in each way, one after the other in one start."""
+    out = folder / f"of-{size}.json"
+    words = alone("own_ways_on_ranks:main", str(out), *[f"{way} comm.engine=mpi" for way in ways])
+    done = mpirun(size, words) if size > 1 else python(words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights, losses and an evaluation; after a resume the losses behind it."""
+    for name, weights in expected["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], weights, rtol=0, atol=1e-12, err_msg=f"{found['says']}: {name}")
+    np.testing.assert_allclose(found["losses"], expected["losses"][-len(found["losses"]) :], rtol=0, atol=1e-12, err_msg=found["says"])
+    assert found["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-11), found["says"]
+
+
+@needs_mpirun
+def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
+    """In parts of layers, in stages, with a dense part; clipped; and a run that goes on in another way than it began."""
+    clip = "optim.clip_norm=0.1"
+    whole, clipped = in_ways(tmp_path, 1, "seed=0", clip)
+    run = f"run={tmp_path / 'run'}"
+    ways = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.dense=c", "parallel.tensor=2 shard.stage=1"]
+    ways += ["parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]"]
+    of_clipped = [f"parallel.tensor=2 {clip}", f"parallel.pipeline=2 {clip}", f"parallel.dense=a {clip}"]
+    resumed = [f"until=4 {run} parallel.tensor=2", f"until=8 {run} parallel.pipeline=2", f"{run} parallel.dense=a"]
+    found = in_ways(tmp_path, 2, *ways, *of_clipped, *resumed)
+    for result in found[: len(ways)]:
+        assert_near(result, whole)
+    for result in found[len(ways) : len(ways) + len(of_clipped)]:
+        assert_near(result, clipped)
+    assert [len(result["losses"]) for result in found[-3:]] == [4, 4, 4]
+    assert_near(found[-1], whole)
+    assert max(abs(a - b) for a, b in zip(whole["losses"], clipped["losses"], strict=True)) > 1e-3
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.ranks4
+def test_pairs_of_ranks_that_have_the_model_together(tmp_path: Path) -> None:
+    (whole,) = in_ways(tmp_path, 1, "seed=0")
+    ways = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=2 parallel.pipeline=2", "parallel.tensor=2 shard.stage=2"]
+    for result in in_ways(tmp_path, 4, *ways):
+        assert_near(result, whole)
+
+
+@needs_mpirun
+def test_local_steps_are_averaged_as_by_hand(tmp_path: Path) -> None:
+    """Two ranks, 2 steps of SGD with momentum each by itself, then the mean of weights and momentum."""
+    done = mpirun(2, alone("own_ways_on_ranks:local_steps", str(tmp_path / "out")))
+    assert done.returncode == 0 and "as by hand" in done.stdout, done.stdout + done.stderr

@@ -65,8 +65,8 @@ LOOP = "hvdtrain/training/loop.py"
 MUTANTS = (
     Mutant(
         "dropout.stream",
-        LEARNER,
-        "return readers.rank + readers.size * (self.mesh.pipe.rank + self.mesh.pipe.size * part)",
+        "hvdtrain/frameworks/torch/device.py",
+        "return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)",
         "return 0",
         ("tests/frameworks/test_learners.py",),
     ),

@@ -11,6 +11,8 @@ from hvdtrain.comm.features import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import DEFAULT
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.compile import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
@@ -23,20 +25,45 @@ from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.tasks.task import Task
 
 
+class Given(NamedTuple):
+    """A script's own model, in the place of the one that model.name means."""
+
+    model: torch.nn.Module  # on its device, in the number type of its weights
+    inputs: torch.Tensor | None  # (n, ...) what it is called with, on its device; None: the script has given none
+
+    def example(self, count: int | None, config: Config) -> torch.Tensor:
+        """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError where the script has given none."""
+        if self.inputs is None:
+            key = next((key for key in ("parallel.tensor", "parallel.pipeline") if config.origin(key) != DEFAULT), "shard.stage")
+            fix = "model, optimizer = ctx.prepare(model, optimizer, example=x), x: what the model is called with, for some samples"
+            raise UserError(f"{key} has to see what the model is called with", f"ctx.prepare(), {config.where(key)}", fix)
+        rows = torch.arange(count or len(self.inputs), device=self.inputs.device) % len(self.inputs)
+        return self.inputs[rows]
+
+
 class Making(NamedTuple):
     """What a model is made from, and for."""
 
     config: Config
-    task: Task
+    task: Task | None  # None of a given model
     mesh: Mesh
     device: torch.device
     precision: Precision
     stopwatch: ReplaceableStopwatch  # that passes and collectives enter
     planned: frozenset[Feature] | None = None  # the features of an engine: tensors have no numbers then, and no rank is connected
+    given: Given | None = None
 
-    def example(self) -> torch.Tensor:
-        """What the model is called with for two samples of zeros."""
-        return example(2, self.config, self.task, self.like)
+    def example(self, count: int = 2) -> torch.Tensor:
+        """What the model is called with for `count` samples: of zeros, or those that a script has given."""
+        if self.given is not None:
+            return self.given.example(count, self.config)
+        assert self.task is not None, "the script has given no model"
+        return example(count, self.config, self.task, self.like)
+
+    def new_model(self) -> torch.nn.Module:
+        """The model that model.name means."""
+        assert self.task is not None, "the script has given its model"
+        return normed_model(self.config, self.task, self.mesh.world)
 
     @property
     def like(self) -> torch.Tensor:
@@ -61,7 +88,9 @@ class Arrangement:
     def make(self) -> torch.nn.Module:
         """The model on its device, by whose samples of zeros it is checked."""
         making = self.making
-        model = normed_model(making.config, making.task, making.mesh.world)
+        if making.given is not None:
+            return making.given.model
+        model = making.new_model()
         if making.planned is None:
             return model.to(device=making.device, dtype=making.precision.weights)
         _cast(model, making.precision.weights)

@@ -42,7 +42,9 @@ def arrangement_of(config: Config) -> type[Arrangement]:
 
 def assemble(arrangement: Arrangement) -> TorchLearner:
     """The learner of an arrangement, whose model is checked and cut."""
-    config, task, mesh, device, precision, stopwatch, _ = arrangement.making
+    making, config, mesh, device = arrangement.making, arrangement.making.config, arrangement.making.mesh, arrangement.making.device
+    task, precision, stopwatch = making.task, making.precision, making.stopwatch
+    assert task is not None, "own_loop/ has a script's own model"
     model, is_users_class = arrangement.model, plugins.is_dotted(config.model.name)
     channels_last = use_channels_last(config.speed.channels_last, is_users_class, model, device, arrangement.keeps_memory_order)
     inputs = Inputs(task, device, precision.weights, channels_last)

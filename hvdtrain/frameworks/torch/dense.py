@@ -42,7 +42,8 @@ class Dense(Arrangement):
         return self._hybrid
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        return Hybrid(self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch)
+        batch = None if self.making.given is not None else self.making.config.batch.size  # which an own loop has not said yet
+        return Hybrid(self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch)
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         if self.making.config.parallel.dense_updates == 1:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
@@ -71,6 +72,12 @@ def _uuid(device: torch.device) -> str:
 def describe_device(device: torch.device) -> str:
     """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD."""
     return f"{device} (ROCm {torch.version.hip})" if device.type == "cuda" and torch.version.hip else str(device)
+
+
+def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
+    """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all positions drop the same."""
+    part = mesh.tensor.rank if config.parallel.sequence else 0
+    return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:

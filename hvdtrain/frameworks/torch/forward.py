@@ -69,6 +69,18 @@ def _with_enough_samples(count: int) -> Iterator[None]:
         raise UserError(what, "a step in training", "a larger batch.size, data.sampling=global, or norm.kind=sync") from error
 
 
+def in_type(outputs: Any, dtype: torch.dtype) -> Any:
+    """Outputs of a model in a number type: a tensor, or several of them in a tuple, a list or a dict."""
+    if isinstance(outputs, SplitLogits):
+        return outputs.to(dtype)
+    if isinstance(outputs, dict):
+        return {name: in_type(output, dtype) for name, output in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        several = [in_type(output, dtype) for output in outputs]
+        return type(outputs)(*several) if hasattr(outputs, "_fields") else tuple(several)
+    return outputs.to(dtype)
+
+
 class Losses(NamedTuple):
     total: torch.Tensor  # () to go backward from: the sum over samples of weight times loss
     sums: Sums  # "count" and Task.sums over the samples, unweighted, as device scalars or vectors
@@ -108,7 +120,7 @@ class Forward:
         The last stage of a pipeline has read no inputs of this batch.
         """
         self.inputs.arrays(batch)
-        return self._losses(self._in_weights_type(outputs), batch, training)
+        return self._losses(in_type(outputs, self.precision.weights), batch, training)
 
     def train(self, batch: DeviceBatch) -> Losses:
         """Losses of samples that are learned from; the model is in training mode."""
@@ -117,7 +129,7 @@ class Forward:
             outputs = self._training(x)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))
-        return self._losses(self._in_weights_type(outputs), batch, training=True)
+        return self._losses(in_type(outputs, self.precision.weights), batch, training=True)
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
         """The evaluation of samples that are not learned from; the model is in evaluation mode, and gradients are off.
@@ -140,18 +152,7 @@ class Forward:
                 call_with_zeros(self._evaluation, x)
             elif self._when_empty == "call":
                 self._evaluation(x)
-        return self._in_weights_type(outputs) if len(x) else x
-
-    def _in_weights_type(self, outputs: Any) -> Any:
-        """A tensor, or several of them in a tuple, a list or a dict."""
-        if isinstance(outputs, SplitLogits):
-            return outputs.to(self.precision.weights)
-        if isinstance(outputs, dict):
-            return {name: self._in_weights_type(output) for name, output in outputs.items()}
-        if isinstance(outputs, (tuple, list)):
-            several = map(self._in_weights_type, outputs)
-            return type(outputs)(*several) if hasattr(outputs, "_fields") else tuple(several)
-        return outputs.to(self.precision.weights)
+        return in_type(outputs, self.precision.weights) if len(x) else x
 
     def _losses(self, outputs: Any, batch: DeviceBatch, training: bool) -> Losses:
         each = self._part.each(outputs, batch.arrays, training)

@@ -18,7 +18,6 @@ from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
 from hvdtrain.frameworks.torch.forward import Evaluated
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
-from hvdtrain.frameworks.torch.model import example
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined, first_units
@@ -34,7 +33,7 @@ class Layers(Arrangement):
     def cut(self) -> None:
         """Raises UserError where the model says not how it is cut, or its parts would compute something else."""
         config, mesh = self.making.config, self.making.mesh
-        self._cuts, self._pipelined = dict[torch.nn.Parameter, Cut](), None
+        self._cuts, self.pipelined = dict[torch.nn.Parameter, Cut](), None
         plan = plan_of(self.model, config.where("parallel.tensor")) if config.parallel.tensor > 1 else {}
         first = self._first_units() if config.parallel.pipeline > 1 else []
         if self.making.planned is None:
@@ -42,7 +41,7 @@ class Layers(Arrangement):
         if plan:
             self._cut_layers(plan)
         if first:
-            self._pipelined = self._in_stages(first)
+            self.pipelined = self._in_stages(first)
 
     def _cut_layers(self, plan: Any) -> None:
         making, model, where = self.making, self.model, self.making.config.where("parallel.tensor")
@@ -61,7 +60,10 @@ class Layers(Arrangement):
         making, config = self.making, self.making.config
         if making.planned is not None:
             return planned_first_units(self.model, config, making.example())
-        x = example(samples_of_pass(config, making.mesh.data.size), config, making.task, making.like)
+        if making.given is not None:
+            x = making.given.example(None, config)
+        else:
+            x = making.example(samples_of_pass(config, making.mesh.data.size))
         autocast, world = making.precision.autocast, making.mesh.world
         return first_units(self.model, config, making.example(), lambda units: agreed_seconds(units, x, autocast, world))
 
@@ -73,15 +75,15 @@ class Layers(Arrangement):
         return Pipelined(self.model, first, making.mesh.pipe, making.config, making.precision.autocast, making.device)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        reduced = self._pipelined.updated(named) if self._pipelined else named
+        reduced = self.pipelined.updated(named) if self.pipelined else named
         within = super().strategy(reduced, optimizer)
         parameters = [p for _, p in named]
-        return Divided(within, self.making.mesh, parameters, self._cuts, self._pipelined, self.making.config.parallel.sequence)
+        return Divided(within, self.making.mesh, parameters, self._cuts, self.pipelined, self.making.config.parallel.sequence)
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
-        if self._pipelined is None:
+        if self.pipelined is None:
             return super().passes(strategy, *of_passes)
-        return PipelinePasses(*of_passes, pipelined=self._pipelined, mesh=self.making.mesh)
+        return PipelinePasses(*of_passes, pipelined=self.pipelined, mesh=self.making.mesh)
 
 
 class PipelinePasses(Passes):

@@ -30,7 +30,7 @@ from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary
-from hvdtrain.frameworks.torch.device import describe_device, gpu, no_such_kernel, seed_dropout
+from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, zero_where
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
@@ -116,7 +116,7 @@ class TorchLearner(Learner):
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
         if self.readers:  # a rank that reads no samples drops nothing
-            seed_dropout(fold(seed, self._dropout_stream()) & (2**63 - 1), self.device)
+            seed_dropout(fold(seed, dropout_stream(self.mesh, self.readers, self.config)) & (2**63 - 1), self.device)
         rule_optimizer.set_hyper(self.optimizer, hyper)
         if not self.model.training:  # train() visits every module: a third of a millisecond
             self.model.train()
@@ -143,12 +143,6 @@ class TorchLearner(Learner):
     def _measured(self, bad: torch.Tensor, hyper: Hyper, count: int) -> Sums:
         """What is measured of the mean gradient, from `count` samples of this rank; bad: () bool, whether it is not finite."""
         return zero_where(bad, self.meter.read(hyper, count, self.shards, self.strategy.total))
-
-    def _dropout_stream(self) -> int:
-        """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all positions drop the same."""
-        part = self.mesh.tensor.rank if self.config.parallel.sequence else 0
-        readers = self.readers or self.data
-        return readers.rank + readers.size * (self.mesh.pipe.rank + self.mesh.pipe.size * part)
 
     def _counted(self, sums: Sums) -> Sums:
         """What this rank reports of the sums over its samples, so that those that read the same ones count them once."""

@@ -9,7 +9,6 @@ from hvdtrain.comm.features import Feature
 from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.deferred import make_deferred
 from hvdtrain.frameworks.torch.parallel.divided import Divided
@@ -34,31 +33,33 @@ class Rows(Arrangement):
         Raises UserError for a parameter that is a single number, which has no rows, and for tensor groups on an engine without torch's own
         process groups before torch 2.13.
         """
-        config, task, mesh, device, precision, stopwatch, _ = self.making
+        config, mesh, device, precision = self.making.config, self.making.mesh, self.making.device, self.making.precision
         if "ddp" not in mesh.world.features:
             if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
                 what = f"shard.stage=3 with parallel.tensor does not start on this engine with torch {torch.__version__}"
                 raise UserError(what, config.where("parallel.tensor"), "torch 2.13 or newer; or comm.engine=torchdist; or shard.stage=2")
             start_process_group(mesh.world)
-        model, deferred = make_deferred(lambda: normed_model(config, task, mesh.world))
-        groups = device_mesh(mesh, device)
-        sharded = shard_model(model, deferred, config, mesh, groups, device, precision.weights, stopwatch.communicating)
-        if deferred is None:
+        given = self.making.given
+        model, deferred = make_deferred(self.making.new_model) if given is None else (given.model, None)
+        groups, communicating = device_mesh(mesh, device), self.making.stopwatch.communicating
+        sharded = shard_model(model, deferred, config, mesh, groups, device, precision.weights, communicating)
+        if deferred is None and given is None:
             return sharded._replace(summary=f"{sharded.summary}, made whole first: its constructor reads its own numbers")
         return sharded
 
     def _planned(self, features: frozenset[Feature]) -> ShardedModel:
         from hvdtrain.frameworks.torch.planned_mesh import PlannedMesh
 
-        config, task, mesh, device, precision, _, _ = self.making
+        config, mesh, device, precision = self.making.config, self.making.mesh, self.making.device, self.making.precision
         with unset_fake_temporarily():  # torch reads the numbers of ranks
             ranks = PlannedMesh(mesh.data, features)
-        return shard_model(normed_model(config, task, mesh.world), None, config, mesh, ranks, device, precision.weights)
+        return shard_model(self.making.new_model(), None, config, mesh, ranks, device, precision.weights)
 
     def cut(self) -> None:
         """Weights travel in 16 bits from now on where layers compute so: behind the passes that have checked the model."""
-        with copied_buffers(self.model):
-            self._sharded = self._sharded.for_autocast(self.making.example(), self.making.precision.layers)
+        if self.making.precision.layers is not None:
+            with copied_buffers(self.model):
+                self._sharded = self._sharded.for_autocast(self.making.example(), self.making.precision.layers)
         self.orders = self._sharded.orders
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:

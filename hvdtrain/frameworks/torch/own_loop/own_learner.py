@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
+from hvdtrain.comm.same_order import doing_in, end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums
@@ -23,13 +23,17 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay
 from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
+from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
+from hvdtrain.frameworks.torch.assemble import arrangement_of
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
-from hvdtrain.frameworks.torch.device import describe_device, seed_dropout
+from hvdtrain.frameworks.torch.compile import check_compiler, compile_summary, keep_gradients
+from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, seed_dropout
 from hvdtrain.frameworks.torch.gradients import one_or_nan
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
+from hvdtrain.frameworks.torch.own_loop.given_precision import ScaleOfLoss, compute_in, give_type, is_asked, precision_of
+from hvdtrain.frameworks.torch.own_loop.in_stages import InStages
 from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import WHERE, GivenScale, PreparedOptimizer, Scaled, take_optimizer
-from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.state import LearnerState
 from hvdtrain.frameworks.torch.step import Update
@@ -77,8 +81,15 @@ class OwnLearner:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, model: torch.nn.Module, optimizer: torch.optim.Optimizer, on_step: Callable[[], None]
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        on_step: Callable[[], None],
+        example: torch.Tensor | None = None,
     ) -> None:
+        """example: (n, ...) what the model is called with, for some samples: parallel.tensor and parallel.pipeline need it."""
         self.config, self.mesh, self.data, self._on_step = config, mesh, mesh.data, on_step
         self.readers = mesh.data
         self.device = device_of_rank(config, mesh.world)
@@ -88,40 +99,67 @@ class OwnLearner:
             what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
         _check_gradients(uncompiled(model))
-        if config.shard.stage:
-            check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage"))
-        sharded = None
-        self._orders: Sequence[SameOrder] = ()
-        if config.shard.stage == 3:
-            from hvdtrain.frameworks.torch.own_loop.sharded import shard_given  # half a second
-
-            sharded = shard_given(model, optimizer, config, mesh, self.device)
-            self._orders = sharded.orders
-        self._named = [(name, p) for name, p in uncompiled(model).named_parameters() if p.requires_grad]
-        stopwatch = ReplaceableStopwatch(HostStopwatch())
-        self.strategy: Strategy = sharded or select_strategy(config, mesh, self._named, optimizer, stopwatch)
-        wrapped = self.strategy.wrap(model, optimizer)
-        self.model, self.forward, self._inner = uncompiled(model), wrapped.forward, wrapped.optimizer
+        self.precision = precision_of(config, uncompiled(model), self.device, mesh.world)
+        self._sample_type = self.precision.weights if is_asked(config) else None
+        check_given(config, model, optimizer, self.device)
+        if self._sample_type is not None:
+            give_type(uncompiled(model), optimizer, self.precision.weights)
+        arrangement = self._arranged(model, optimizer, example)
+        self.model, self._orders = arrangement.model, arrangement.orders
+        self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.strategy: Strategy = arrangement.strategy(self._named, optimizer)
+        wrapped = self.strategy.wrap(model if arrangement.body is self.model else arrangement.body, optimizer)
+        self.forward, self._inner = wrapped.forward, wrapped.optimizer
+        self._stages: InStages | None = None
+        if config.parallel.pipeline > 1:
+            self.forward = self._stages = InStages(self.model, arrangement.pipelined, mesh, self.precision.weights)  # type: ignore[attr-defined]
+        else:
+            compute_in(self.model, self.precision, self.device)
         self.optimizer = PreparedOptimizer(self._inner, self._step)
         shards = [self.strategy.shard(p) for _, p in self._named]
         self.is_sharded = not all(shard.is_whole for shard in shards)
         self.dtype = self._named[0][1].dtype
         self.buffers = Buffers(self.model, self.device)
-        self._scale = GivenScale(self.is_sharded)
+        if self.precision.layers is torch.float16:
+            self._scale: GivenScale | ScaleOfLoss = ScaleOfLoss(self.device)
+        else:
+            self._scale = GivenScale(self.is_sharded or config.comm.local_steps > 1)
         self._update = Update(config, self._inner, self.strategy, shards, self._scale, self.buffers.restore)
+        self._out_of_sight: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of parts, from backward to the step
+        self._updated = [shard.parameter for shard in shards]
+        self._saves_buffers = config.guard.nonfinite == "skip" or bool(self._scale.tensors)
         self._state = LearnerState(self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0)
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)  # steps with numbers that are not finite
         self._batch: Samples | None = None  # whose step has not been made yet
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
 
+    def _arranged(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: torch.Tensor | None) -> Arrangement:
+        """The script's model as the ranks have it, with the optimizer of the parameters that it has then."""
+        whole = uncompiled(model)
+        names = {p: name for name, p in whole.named_parameters()}
+        if example is not None:
+            example = example.detach().to(self.device)
+            if self._sample_type is not None and example.is_floating_point():
+                example = example.to(self._sample_type)
+        stopwatch, given = ReplaceableStopwatch(HostStopwatch()), Given(whole, example)
+        making = Making(self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given)
+        arrangement = arrangement_of(self.config)(making)
+        arrangement.cut()
+        now = dict(arrangement.model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [now[names[p]] for p in group["params"]]
+        return arrangement
+
     def cache_on_device(self, source: Source) -> bool:
         """Never: the script may look at any sample."""
         return False
 
     def to_device(self, batch: Batch) -> Samples:
-        """numpy (n, ...) of each field as tensors of the same number type on the device."""
+        """numpy (n, ...) of each field as tensors on the device, of the same number type; with speed.precision of that of the weights."""
         fields = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device) for name, array in batch.items()}
+        if self._sample_type is not None:
+            fields = {name: t.to(self._sample_type) if t.is_floating_point() else t for name, t in fields.items()}
         return Samples(fields, len(next(iter(batch.values()))))
 
     def begin_step(self, batch: Samples, global_batch: int, seed: int) -> None:
@@ -129,12 +167,16 @@ class OwnLearner:
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
         set_mode(self._inner, training=True)
-        seed_dropout(fold(fold(seed, batch.step), self.data.rank) & (2**63 - 1), self.device)
-        if self.config.guard.nonfinite == "skip":
+        seed_dropout(fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config)) & (2**63 - 1), self.device)
+        if self._saves_buffers:
             self.buffers.save()
 
     def backward(self, loss: Any) -> None:
         """What Context.backward() does. A collective."""
+        if self._stages is not None:
+            what = "no rank has all layers of the model, with parallel.pipeline: a backward pass goes through those of all"
+            fix = "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss of a part of the batch"
+            raise UserError(what, "ctx.backward()", fix)
         batch = self._begin_passes("ctx.backward()")
         _check_loss(loss, "ctx.backward()")
         self._passes([batch], lambda _: loss)
@@ -154,6 +196,10 @@ class OwnLearner:
             return loss
 
         self._passes(batch.parts(passes), loss_of_part)
+        if self._stages is not None:  # the last of which has computed it
+            total = torch.as_tensor(self.mesh.pipe.allreduce(total.to("cpu", self.precision.weights), "loss of the last stage")).to(
+                self.device
+            )
         return total / max(1, batch.count)
 
     def _begin_passes(self, where: str) -> Samples:
@@ -174,16 +220,29 @@ class OwnLearner:
         assert self._batch is not None
         divisor = max(1, self._batch.count) if self.strategy.local_mean else self._global_batch  # the sum over ranks is then the mean
 
+        def weighted(part: Any, loss: torch.Tensor) -> torch.Tensor:
+            return (loss * (part.count / divisor) * self._scale.scale(one_or_nan(loss))).sum()
+
         def one_pass(part: Any, divisor: int, is_last: bool) -> Sums:
-            loss = loss_of(part)
-            (loss * (part.count / divisor) * one_or_nan(loss)).sum().backward()
+            weighted(part, loss_of(part)).backward()
+            if not is_last:
+                keep_gradients(self.config.speed.compile, [p for _, p in self._named])
             return {}
 
-        self.strategy.run(parts, divisor, one_pass)
+        def through_stages(parts: Any, divisor: int, is_last: bool) -> Sums:
+            assert self._stages is not None
+            self._stages.train_parts(parts, loss_of, weighted)
+            return {}
+
+        self.strategy.run(parts, divisor, one_pass if self._stages is None else through_stages)
         end_step(self._orders)
         self.strategy.reduce()
+        if isinstance(self._scale, ScaleOfLoss):
+            self._scale.divide_out(self._updated)
         if self.is_sharded:
             for _, p in self._named:
+                if self.strategy.shard(p).parameter is p:
+                    self._out_of_sight[p] = p.grad
                 p.grad = elsewhere(p)
 
     def _step(self, scaled: Scaled | None) -> None:
@@ -192,7 +251,14 @@ class OwnLearner:
             what = "optimizer.step() without ctx.backward(loss)" if self._batch is not None else "optimizer.step() without a new batch"
             fix = "ctx.backward(loss) in the place of loss.backward(): it weights this rank's samples, and brings the gradient of all ranks"
             raise UserError(what, "optimizer.step()", fix if self._batch is not None else "one step for each batch of ctx.samples()")
-        self._scale.scaled = scaled
+        if isinstance(self._scale, GivenScale):
+            self._scale.scaled = scaled
+        elif scaled is not None:
+            what = "a GradScaler beside speed.precision=fp16, which scales the loss already"
+            raise UserError(what, "scaler.step(optimizer)", "ctx.backward(loss); optimizer.step(); or leave speed.precision out")
+        for p, gradient in self._out_of_sight.items():
+            p.grad = gradient
+        self._out_of_sight = {}
         self._bad = self._bad + self._update.make(self._update.unscaled_are_bad())["nonfinite"]
         self.zero_grad()
         self._batch = None
@@ -210,6 +276,7 @@ class OwnLearner:
     def zero_grad(self) -> None:
         for _, p in self._named:
             p.grad = None
+        self._out_of_sight = {}
         self._inner.zero_grad()
 
     def read_nonfinite(self) -> float:
@@ -254,15 +321,33 @@ class OwnLearner:
         return UnderWay(doing, None) if doing else None
 
     def describe(self) -> str:
-        count = sum(p.numel() for _, p in self._named)
-        precision = str(self.dtype).removeprefix("torch.")
+        count = sum(math.prod(self.strategy.part(p).shape) for _, p in self._named)
         name = self.strategy.class_name(self.model)
-        return f"{name}, {count:,} parameters, {precision} on {describe_device(self.device)}, {self.strategy.summary}"
+        how = f"{self.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
+        return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
 
 
 def uncompiled(model: Any) -> Any:
     """The module in what torch.compile() has made of it; its parameters have the names that they have without."""
     return getattr(model, "_orig_mod", model)
+
+
+def check_given(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the configuration says."""
+    stage, is_cut = config.shard.stage, config.shard.stage == 3 or config.parallel.cuts
+    if stage or is_cut:
+        check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage" if stage else "parallel.*"))
+    how, instead = ("shard.stage=3", "shard.stage=2") if stage == 3 else ("parallel.*", "no parallel.*")
+    if is_cut and hasattr(model, "_orig_mod"):
+        fix = f"torch.compile() of the layers inside, or {instead}"
+        raise UserError(f"a compiled model would keep whole weights, which {how} cuts", WHERE, fix)
+    types = {p.dtype for p in model.parameters()}
+    if is_cut and len(types) > 1 and not is_asked(config):
+        what = f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers those of one type"
+        raise UserError(what, WHERE, f"model.to(torch.float32), and torch.autocast for what computes in 16 bits; or {instead}")
+    if config.speed.compile != "none" and hasattr(model, "_orig_mod"):
+        raise UserError("the model is compiled already", f"{WHERE}, {config.where('speed.compile')}", "one of the two")
+    check_compiler(config, device)
 
 
 def _check_gradients(model: torch.nn.Module) -> None:
@@ -289,10 +374,8 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        what = "with shard.stage each rank has a part of the gradients, and p.grad has none"
-        fix = (
-            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or shard.stage=0, with which p.grad is the mean over all ranks"
-        )
+        what = "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has none"
+        fix = "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and p.grad is the mean over all ranks"
         raise UserError(what, "p.grad after ctx.backward()", fix)
 
 

@@ -167,12 +167,14 @@ class HybridModel(nn.Module):
         """Which part of the whole each of dense_parameters() is."""
         return self._dense.layers.cuts
 
-    def summary(self, batch: int) -> str:
+    def summary(self, batch: int | None) -> str:
         """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step of `batch` samples over all ranks."""
         layers, size = self._dense.layers, self._dense.exchange.size
+        cut = f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme {self._dense.scheme}"
+        if batch is None:
+            return cut
         kb = 2 * (size - 1) * layers.sent_numbers * (batch / size) * layers.parameters[0].element_size() / 1e3
         sent = f"{kb / 1e3:.3g} MB" if kb >= 1e3 else f"{kb:.3g} kB"
-        cut = f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme {self._dense.scheme}"
         return f"{cut}: {sent} of activations a step from each rank"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

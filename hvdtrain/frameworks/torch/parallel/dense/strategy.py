@@ -26,7 +26,10 @@ class Hybrid(Around):
 
     calls_model = False  # without the other ranks
 
-    def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch, batch: int | None
+    ) -> None:
+        """batch: samples of a step, for the summary, where they are known."""
         self._world, self._cuts = mesh.world, model.cuts()
         updates = config.parallel.dense_updates
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]  # else they have no gradient behind the last turn
@@ -36,7 +39,7 @@ class Hybrid(Around):
         self._shards = {p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named}
         self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/timed.py
         often = f"; updated {updates} times a step" * (updates > 1)
-        self.summary = f"{model.summary(config.batch.size)}{often}; of the others {self._within.summary}"
+        self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]

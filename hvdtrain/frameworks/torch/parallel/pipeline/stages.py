@@ -56,7 +56,7 @@ class Tied(NamedTuple):
 def units_of(model: nn.Module, where: str) -> list[Unit]:
     """What the model says, or the modules of a Sequential. Raises UserError for another model."""
     if isinstance(model, HasUnits):
-        return model.pipeline_units()
+        return list(model.pipeline_units())
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return [Unit(name, (module,), module) for name, module in model._modules.items() if module is not None]  # one may be there twice
     what = f"{type(model).__name__} does not say where it may be cut into stages"

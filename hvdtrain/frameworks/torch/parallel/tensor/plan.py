@@ -185,8 +185,11 @@ def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
     return model.eval()(x)
 
 
-def check_cut(model: nn.Module, x: torch.Tensor, expected: Any, task: Task, where: str) -> None:
-    """A collective. Raises UserError where the cut model does not give what the whole one gave for x, or its task has no loss for that."""
+def check_cut(model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str) -> None:
+    """A collective. Raises UserError where the cut model does not give what the whole one gave for x, or its task has no loss for that.
+
+    task: None of a script's own loss.
+    """
     fix = "a tensor_plan() in which what follows columns are rows (docs/parallel.md)"
     try:
         found = outputs_of(model, x)
@@ -196,7 +199,8 @@ def check_cut(model: nn.Module, x: torch.Tensor, expected: Any, task: Task, wher
         what = f"{type(model).__name__}, cut as its tensor_plan() says, fails: {type(error).__name__}: {error}"
         raise UserError(what, f"{where}, tensor_plan()", fix) from error
     if isinstance(found, SplitLogits) and not isinstance(task, Language):
-        what = f"the outputs of {type(model).__name__} are cut by vocabulary, and task.name={task.name} has no loss for that"
+        whose = f"task.name={task.name} has" if task else "a loss of your own has"
+        what = f"the outputs of {type(model).__name__} are cut by vocabulary, and {whose} no loss for that"
         raise UserError(what, f"{where}, tensor_plan()", "leave the last layer out of it, or task.name=language")
     if isinstance(expected, torch.Tensor):
         found = whole_logits(found)
