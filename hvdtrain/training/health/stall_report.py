@@ -17,7 +17,8 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-_LAUNCHER = f"{Path(__file__).parents[2] / 'cli' / 'launch' / 'rank'}/"  # what runs a script under `launch`
+_LAUNCH = Path(__file__).parents[2] / "cli" / "launch"
+_LAUNCHER = (f"{_LAUNCH / 'rank.py'}", f"{_LAUNCH / 'watched.py'}")  # what runs a script under `launch`
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
