@@ -90,7 +90,7 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
     """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
-    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))][:DEPTH]
+    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", *_LAUNCHER))][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 
 
