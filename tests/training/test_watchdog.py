@@ -227,6 +227,13 @@ def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
     assert result.stderr.startswith(f"hvdtrain: rank 0 on {HOST}: no progress for 0.3 s")
 
 
+def test_a_report_that_fails_does_not_keep_the_job() -> None:
+    result = fake("pass", "heartbeat.under_way = lambda: 1 / 0; time.sleep(1e6)", "[thing]")
+    assert result.returncode == STALLED
+    assert result.stderr.startswith(f"hvdtrain: rank 0 on {HOST}: no progress for 0.3 s (guard.stall_s); the job ends with exit code 81")
+    assert "ZeroDivisionError" in result.stderr
+
+
 def test_idle_seconds_of_a_process_that_slept() -> None:
     idle, clock = IdleTime(most_s=1.0), [10.0, 10.5, 11.0, 999.0, 999.5]  # asleep between the third look and the fourth
     seen = []

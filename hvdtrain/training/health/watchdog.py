@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, NoReturn, TypeVar
@@ -104,9 +105,13 @@ class Watchdog:
         def goes_on() -> bool:
             return self._heartbeat.beats != beats or self._over.is_set()
 
-        without_sources = self._report(idle_s, sources=False)
-        report = self._try(lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on)  # sources may be on a disk that hangs
-        message = self._message(report or without_sources, limit, goes_on)
+        try:
+            without_sources = self._report(idle_s, sources=False)
+            report = self._try(lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on)  # sources may be on a disk that hangs
+            message = self._message(report or without_sources, limit, goes_on)
+        except Exception:  # a fault of hvdtrain's, with which this thread would end, and the job would hang for ever
+            what = f"no progress for {limit.seconds:g} s ({limit.key}); the job ends with exit code {STALLED}; the report of it failed:"
+            message = f"hvdtrain: rank {self._rank} on {self._host}: {what}\n{traceback.format_exc()}"
         if not goes_on():
             self._end(message, STALLED)
 
