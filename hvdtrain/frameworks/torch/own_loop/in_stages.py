@@ -53,9 +53,8 @@ class InStages(torch.nn.Module):
             return found.x
         finally:
             self._asks = False
-        raise UserError(
-            "loss_of(part) did not call the model that ctx.prepare() returned", "ctx.accumulate()", "loss(model(part['x']), ...)"
-        )
+        what = "loss_of(part) did not call the model that ctx.prepare() returned"
+        raise UserError(what, "ctx.accumulate()", "loss(model(part['x']), ...)")
 
     def _loss(self, part: Any, outputs: Any, loss_of: Callable[[Any], Any]) -> Any:
         self._outputs, self._calls = (in_type(outputs, self._dtype),), 0
@@ -65,6 +64,9 @@ class InStages(torch.nn.Module):
             self._outputs = None
 
     def forward(self, x: torch.Tensor) -> Any:
+        if torch.is_autocast_enabled(x.device.type):
+            what = "torch.autocast around the model does not reach its stages, which are called elsewhere"
+            raise UserError(what, _WHERE, "speed.precision=bf16 in hvdtrain.init(), which does; the loss may be under torch.autocast")
         if self._asks:
             raise _Inputs(x)
         if self._outputs is not None:

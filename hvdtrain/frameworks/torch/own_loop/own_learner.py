@@ -197,9 +197,8 @@ class OwnLearner:
 
         self._passes(batch.parts(passes), loss_of_part)
         if self._stages is not None:  # the last of which has computed it
-            total = torch.as_tensor(self.mesh.pipe.allreduce(total.to("cpu", self.precision.weights), "loss of the last stage")).to(
-                self.device
-            )
+            host = total.to("cpu", self.precision.weights)
+            total = torch.as_tensor(self.mesh.pipe.allreduce(host, "loss of the last stage")).to(self.device)
         return total / max(1, batch.count)
 
     def _begin_passes(self, where: str) -> Samples:
