@@ -254,7 +254,8 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     clip = "optim.clip_norm=0.1"
     whole, clipped = in_ways(tmp_path, 1, "seed=0", clip)
     run = f"run={tmp_path / 'run'}"
-    ways = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.dense=c", "parallel.tensor=2 shard.stage=1"]
+    guards = "guard.equal_steps=4 guard.nonfinite=skip"
+    ways = [f"parallel.tensor=2 {guards}", f"parallel.pipeline=2 {guards}", f"parallel.dense=c {guards}", "parallel.tensor=2 shard.stage=1"]
     ways += ["parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]"]
     of_clipped = [f"parallel.tensor=2 {clip}", f"parallel.pipeline=2 {clip}", f"parallel.dense=a {clip}"]
     resumed = [f"until=4 {run} parallel.tensor=2", f"until=8 {run} parallel.pipeline=2", f"{run} parallel.dense=a"]
