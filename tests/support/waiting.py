@@ -18,5 +18,9 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = 300)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process has received SIGSTOP, and no SIGCONT since."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    """Whether every thread of a process has stopped by SIGSTOP: kill() returns before, and a thread ends its system call first."""
+    try:
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended meanwhile
+        return False
+    return set(states) == {"T"}

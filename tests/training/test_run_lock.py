@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from faults import events, newest, wait_for
 from ranks import FULL, Job, Result, python
-from waiting import wait_until
+from waiting import is_stopped, wait_until
 
 from hvdtrain.cli.check import dry_run
 from hvdtrain.config.read import configure
@@ -358,6 +358,7 @@ def test_a_run_folder_that_is_gone_ends_the_job_and_is_never_recreated(tmp_path:
     run, there = tmp_path / "r", tmp_path / "there"
     pid = holder_of(run).pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(pid), "no thread of it writes")
     run.rename(there)
     if how == "deleted":
         shutil.rmtree(there)
