@@ -269,7 +269,8 @@ def _leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():  # mpi4py does so after the modules
+    # mpi4py does so after the modules, unless it is told not to: hvdtrain does so itself, but for ranks that have lost others
+    if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
