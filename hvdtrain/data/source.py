@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.core.digest import digest, digest_as
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.channel_stats import ChannelStats, channel_stats
+from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,14 +92,58 @@ class LabelledImages(Source, Protocol):
         """64 bits over the images in their order: all of them, or where that takes long some that the seed draws."""
 
 
-def image_fields(images: LabelledImages) -> dict[str, Field]:
-    """Source.fields of images with labels."""
-    return {"x": Field("uint8", images.shape), "y": Field("int64", (), images.classes)}
+class ImagesBase:
+    """What labelled images have where they do not say otherwise: digests of all labels and of some images, statistics of at most 2,000."""
+
+    @property
+    def fields(self: LabelledImages) -> dict[str, Field]:
+        return {"x": Field("uint8", self.shape), "y": Field("int64", (), self.classes)}
+
+    def stats(self: LabelledImages) -> ChannelStats:
+        return sampled_stats(self)
+
+    def label_digest(self: LabelledImages) -> str:
+        return digest_of_labels(self.labels())
+
+    def image_digest(self: LabelledImages, seed: int) -> str:
+        return digest_of_some(self, seed)
+
+    def digests(self: LabelledImages, seed: int) -> dict[str, str]:
+        return {"labels": self.label_digest(), "images": self.image_digest(seed)}
+
+    def identity(self: LabelledImages) -> dict[str, str]:
+        return {"labels": self.label_digest()}
 
 
-def image_digests(images: LabelledImages, seed: int) -> dict[str, str]:
-    """Source.digests() of images with labels."""
-    return {"labels": images.label_digest(), "images": images.image_digest(seed)}
+class AroundSource:
+    """What a source that wraps another one takes from it: all but reading."""
+
+    source: Source
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.source.fields
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return self.source.digests(seed)
+
+    def identity(self) -> dict[str, str]:
+        return self.source.identity()
+
+    @property
+    def reads_from_memory(self) -> bool:
+        return reads_from_memory(self.source)
+
+    @property
+    def reads_in_process(self) -> bool:
+        return reads_in_process(self.source)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return notes_of(self.source)
 
 
 _DIGEST_IMAGES = 64
@@ -208,7 +252,7 @@ def _fix_of_integers(name: str, values: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class ArraySource:
+class ArraySource(ImagesBase):
     """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as described."""
 
     x: np.ndarray  # uint8 (n, H, W, C)
@@ -228,10 +272,6 @@ class ArraySource:
             raise UserError(f"label {self.y[first]} of sample {first} is outside 0..{self.classes - 1}", self.where)
 
     @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         height, width, channels = self.x.shape[1:]
         return height, width, channels
@@ -249,18 +289,9 @@ class ArraySource:
         """Exact over all samples; about 1 s for 200 million values."""
         return channel_stats(self.x)
 
-    def label_digest(self) -> str:
-        return digest_of_labels(self.y)
-
     def image_digest(self, seed: int) -> str:
         """A digest of all images: 0.1 s for 200 million values."""
         return digest({"x": self.x})
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}
 
 
 def digest_of_labels(y: np.ndarray) -> str:
@@ -314,6 +345,11 @@ def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed
 def reads_from_memory(source: Source) -> bool:
     """Whether reading a sample is a copy from memory: a source of arrays, or one that says so."""
     return arrays_in_memory(source) is not None or bool(getattr(source, "reads_from_memory", False))
+
+
+def notes_of(source: Source) -> tuple[str, ...]:
+    """Lines for the user."""
+    return tuple(getattr(source, "notes", ()))
 
 
 def crops_at_random(source: Source) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,22 +10,18 @@ import numpy as np
 
 from hvdtrain.core.digest import digest
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
+from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.source import (
+    AroundSource,
     ArraySource,
-    Field,
+    ImagesBase,
     LabelledImages,
     Source,
     check_indices,
     crops_at_random,
-    digest_of_labels,
-    digest_of_some,
-    image_digests,
-    image_fields,
     known_labels,
+    notes_of,
     read_in_epochs,
-    reads_from_memory,
-    reads_in_process,
 )
 from hvdtrain.errors import UserError
 
@@ -78,15 +74,11 @@ def subset(source: Source, indices: np.ndarray) -> Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Subset:
+class Subset(AroundSource):
     """Samples of another source, in the order of `indices`, int64 (n,)."""
 
     source: Source
     indices: np.ndarray
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        return self.source.fields
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -103,18 +95,6 @@ class Subset:
         labels = known_labels(self.source)
         return None if labels is None else labels[self.indices]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.source, "notes", ()))
-
-    @property
-    def reads_from_memory(self) -> bool:
-        return reads_from_memory(self.source)
-
-    @property
-    def reads_in_process(self) -> bool:
-        return reads_in_process(self.source)
-
     def digests(self, seed: int) -> dict[str, str]:
         return self.source.digests(seed) | self._of_indices()
 
@@ -126,7 +106,7 @@ class Subset:
 
 
 @dataclass(frozen=True, eq=False)
-class SubsetOfImages:
+class SubsetOfImages(ImagesBase):
     """A subset of labelled images; without indices all of them, of which at most 2,000 are read for mean and deviation."""
 
     source: LabelledImages
@@ -144,16 +124,12 @@ class SubsetOfImages:
     def class_names(self) -> tuple[str, ...]:
         return self.source.class_names
 
-    @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
-
     def __len__(self) -> int:
         return len(self.source if self.indices is None else self.indices)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.source, "notes", ()))
+        return notes_of(self.source)
 
     def labels(self) -> np.ndarray:
         return self.source.labels() if self.indices is None else self.source.labels()[self.indices]
@@ -172,22 +148,6 @@ class SubsetOfImages:
     def crops_at_random(self) -> bool:
         return crops_at_random(self.source)
 
-    def stats(self) -> ChannelStats:
-        """Over at most 2,000 images: see sampled_stats()."""
-        return sampled_stats(self)
-
-    def label_digest(self) -> str:
-        return digest_of_labels(self.labels())
-
-    def image_digest(self, seed: int) -> str:
-        return digest_of_some(self, seed)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}
-
 
 def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
     """The source with the labels that its classes have in `class_names`, which has all of them."""
@@ -198,7 +158,7 @@ def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledIm
 
 
 @dataclass(frozen=True, eq=False)
-class Relabelled:
+class Relabelled(ImagesBase):
     """A source whose labels are numbered anew."""
 
     source: LabelledImages
@@ -213,10 +173,6 @@ class Relabelled:
     def classes(self) -> int:
         return len(self.class_names)
 
-    @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
-
     def __len__(self) -> int:
         return len(self.source)
 
@@ -230,14 +186,5 @@ class Relabelled:
     def stats(self) -> ChannelStats:
         return self.source.stats()
 
-    def label_digest(self) -> str:
-        return digest_of_labels(self.labels())
-
     def image_digest(self, seed: int) -> str:
         return self.source.image_digest(seed)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}

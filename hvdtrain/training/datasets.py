@@ -24,7 +24,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
-from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, reads_in_process
+from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification.build import Classification
@@ -252,7 +252,7 @@ def _fit_into_file(names: Sequence[str]) -> bool:
 def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
     train, val, task = datasets
-    lines = list(dict.fromkeys(line for source in (train, val) for line in getattr(source, "notes", ())))
+    lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source)))
     if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
         lines.append(
             "data.val_share takes of all samples alike, not of each class: labels are read with the samples (`targets` would have them)"

@@ -16,7 +16,7 @@ from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.source import Field, Source, arrays_in_memory, check_numbers, reads_from_memory, reads_in_process
+from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, check_numbers
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.state import check_fit
@@ -178,15 +178,19 @@ class _WithoutLoss:
 
 
 @dataclass(frozen=True, eq=False)
-class AskedSource:
+class AskedSource(AroundSource):
     """Samples of another source with the fields of a task, in its number types.
 
     Raises UserError where a field is missing or of another shape, and for a label outside of the classes.
     """
 
     source: Source
-    fields: Mapping[str, Field]
+    asked: Mapping[str, Field]  # of the task
     where: str
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.asked
 
     def __post_init__(self) -> None:
         for name, field in self.fields.items():
@@ -199,29 +203,12 @@ class AskedSource:
             if arrays is not None and field.values and name in arrays:
                 check_numbers(name, arrays[name], field, self.where)
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, indices: np.ndarray) -> Batch:
         batch = self.source.read(indices)
         for name, field in self.fields.items():
             if field.values:
                 check_numbers(name, batch[name], field, self.where, indices)
         return {name: _in_form(batch[name], field) for name, field in self.fields.items()}
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return self.source.digests(seed)
-
-    def identity(self) -> dict[str, str]:
-        return self.source.identity()
-
-    @property
-    def reads_from_memory(self) -> bool:
-        return reads_from_memory(self.source)
-
-    @property
-    def reads_in_process(self) -> bool:
-        return reads_in_process(self.source)
 
 
 def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None) -> AskedSource:

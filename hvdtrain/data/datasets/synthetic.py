@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
-from hvdtrain.data.source import Field, LabelledImages, Split, check_indices, digest_of_labels, digest_of_some, image_digests, image_fields
+from hvdtrain.data.source import ImagesBase, LabelledImages, Split, check_indices, digest_of_labels
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _check_limit(option: str, value: int, most: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Synthetic:
+class _Synthetic(ImagesBase):
     shape: tuple[int, int, int]
     classes: int
     length: int
@@ -75,10 +75,6 @@ class _Synthetic:
     @property
     def class_names(self) -> tuple[str, ...]:
         return ()
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
 
     def __len__(self) -> int:
         return self.length
@@ -101,15 +97,6 @@ class _Synthetic:
     def label_digest(self) -> str:
         """A digest of what all labels follow from."""
         return digest_of_labels(np.array([self.classes, self.length]))
-
-    def image_digest(self, seed: int) -> str:
-        return digest_of_some(self, seed)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}
 
     def _pattern(self, y: np.ndarray) -> np.ndarray:
         """The patterns of classes y, int64 (n,): uint8 (n, H, W, C)."""

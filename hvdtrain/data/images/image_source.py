@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
 from hvdtrain.data.images.decode import Box, Name, Undecoded, centre_square
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
-from hvdtrain.data.source import Field, check_indices, digest_of_labels, digest_of_some, image_digests, image_fields, read_labels
+from hvdtrain.data.source import Field, ImagesBase, check_indices, read_labels
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -112,7 +111,7 @@ class ImageReader:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSource:
+class ImageSource(ImagesBase):
     """A source that decodes each image when it is read: on the thread that reads it, or in worker processes."""
 
     encoded: EncodedImages
@@ -127,10 +126,6 @@ class ImageSource:
     upright: bool = False  # images are turned as their EXIF orientation says
     notes: tuple[str, ...] = ()  # for the user
     small_images_lock: Lock = field(default_factory=Lock)
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
 
     def __len__(self) -> int:
         return len(self.encoded)
@@ -176,22 +171,6 @@ class ImageSource:
     def is_small(self, index: int) -> bool:
         """Whether the image's file is small: decoding it is mostly Python, so one thread is as fast as several."""
         return len(self.encoded.content(index)) < _SMALL_BYTES
-
-    def stats(self) -> ChannelStats:
-        """Over at most 2,000 images: see sampled_stats()."""
-        return sampled_stats(self)
-
-    def label_digest(self) -> str:
-        return digest_of_labels(self.y)
-
-    def image_digest(self, seed: int) -> str:
-        return digest_of_some(self, seed)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}
 
     def _one_thread_if_small(self, indices: np.ndarray) -> AbstractContextManager[object]:
         """Batches of small images are read one after the other.

@@ -19,21 +19,10 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.data.channel_stats import ChannelStats, sampled_stats
 from hvdtrain.data.files.folders import locked
 from hvdtrain.data.files.npy import MOST_ROWS, CheckedArray, checksums, load_checked, rows_of_block, write_checksums, write_npy
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.source import (
-    ArraySource,
-    Field,
-    LabelledImages,
-    check_indices,
-    digest_of_labels,
-    digest_of_some,
-    image_digests,
-    image_fields,
-    read_labels,
-)
+from hvdtrain.data.source import ArraySource, ImagesBase, LabelledImages, check_indices, read_labels
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -71,7 +60,7 @@ def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, wor
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSource:
+class PackedSource(ImagesBase):
     """A source over several array files; all but the last have the same length."""
 
     arrays: tuple[CheckedArray, ...]
@@ -80,10 +69,6 @@ class PackedSource:
     shape: tuple[int, int, int]
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # for the user
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return image_fields(self)
 
     def __len__(self) -> int:
         return len(self.y)
@@ -100,22 +85,6 @@ class PackedSource:
             of_shard = np.flatnonzero(shards == shard)
             x[of_shard] = self.arrays[shard].read(rows[of_shard])
         return {"x": x, "y": read_labels(self.y, indices)}
-
-    def stats(self) -> ChannelStats:
-        """Over at most 2,000 images, equal to ImageSource.stats(): reading all would take 5 s for each GiB."""
-        return sampled_stats(self)
-
-    def label_digest(self) -> str:
-        return digest_of_labels(self.y)
-
-    def image_digest(self, seed: int) -> str:
-        return digest_of_some(self, seed)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return image_digests(self, seed)
-
-    def identity(self) -> dict[str, str]:
-        return {"labels": self.label_digest()}
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,7 @@ import numpy as np
 
 from hvdtrain.data.own.arrays import columns_of_frame, columns_of_hugging_face, from_arrays, is_array, is_read_by_row, read_safetensors
 from hvdtrain.data.own.dataset import DatasetSource, from_dataset
-from hvdtrain.data.source import (
-    Field,
-    LabelledImages,
-    NamedArrays,
-    Source,
-    check_numbers,
-    known_labels,
-    read_in_epochs,
-    reads_from_memory,
-    reads_in_process,
-)
+from hvdtrain.data.source import AroundSource, Field, LabelledImages, NamedArrays, Source, check_numbers, known_labels, read_in_epochs
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 
@@ -155,7 +145,7 @@ def _is_a(given: object, package: str, class_name: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class CheckedSource:
+class CheckedSource(AroundSource):
     """A source that checks samples: an integer that its field may not have, or a number that is not finite, raises UserError."""
 
     source: Source
@@ -166,9 +156,6 @@ class CheckedSource:
     def fields(self) -> Mapping[str, Field]:
         return {**self.source.fields, **self.declared}
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, indices: np.ndarray) -> Batch:
         return self._checked(self.source.read(indices), indices)
 
@@ -177,24 +164,6 @@ class CheckedSource:
 
     def known_labels(self) -> np.ndarray | None:
         return known_labels(self.source)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return self.source.digests(seed)
-
-    def identity(self) -> dict[str, str]:
-        return self.source.identity()
-
-    @property
-    def reads_from_memory(self) -> bool:
-        return reads_from_memory(self.source)
-
-    @property
-    def reads_in_process(self) -> bool:
-        return reads_in_process(self.source)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(getattr(self.source, "notes", ()))
 
     def _checked(self, batch: Batch, indices: np.ndarray) -> Batch:
         for name, kind in self.fields.items():
