@@ -21,10 +21,9 @@ from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.report.run import read_run
-from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
-from hvdtrain.training.datasets import Datasets, identity, open_datasets, unstaged
+from hvdtrain.training.datasets import Datasets, identity, open_datasets, recipe_of, unstaged
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.start import begin
 from hvdtrain.training.telemetry.update_log import NAME, read_updates
@@ -94,7 +93,7 @@ def _config_of(run: Path) -> Config:
 def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: int) -> Arrays:
     datasets = open_datasets(config)
     check_identity(found, identity(config, datasets))
-    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    recipe = recipe_of(config, datasets)
     first = begin(config, datasets).progress
     steps: list[Progress] = list(accumulate(repeat(None, len(updates) - 1), lambda p, _: p.advance(recipe.at(p).batch), initial=first))
     readers: dict[int, Prefetcher] = {}
@@ -112,7 +111,7 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
 
 
 def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
-    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    recipe = recipe_of(config, datasets)
     return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner)
 
 

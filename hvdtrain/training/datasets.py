@@ -27,6 +27,7 @@ from hvdtrain.data.sampler import evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
+from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.classification.labels import notes_on_labels
 from hvdtrain.tasks.columns import is_image
@@ -60,6 +61,11 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     build_recipe(config, len(train), task.sizes.get("context"))
     evaluated_part(config, val)
     return Datasets(as_declared(train, task.fields), as_declared(val, task.fields), task)
+
+
+def recipe_of(config: Config, datasets: Datasets) -> Recipe:
+    """Every number of every step of a job on these data."""
+    return build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
 
 
 def evaluated_part(config: Config, val: Source) -> Source:

@@ -23,11 +23,10 @@ from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.datasets import Datasets, evaluated_part, identity
+from hvdtrain.training.datasets import Datasets, evaluated_part, identity, recipe_of
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import Deadline, HealthMonitor
 from hvdtrain.training.health.signals import Signals
@@ -91,11 +90,12 @@ def make_job(
     open_run: OpenFolder = Folder.open,
     warnings: RankWarnings | None = None,
     memory: MemoryMeter | None = None,
+    recipe: Recipe | None = None,
 ) -> Job:
     """The job that continues from `start`. Every rank calls it, with its learner in the common state.
 
     run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing. checkpoint_limit_bytes: files of a
-    checkpoint that are larger are not read. record_config, open_run: as Saver's.
+    checkpoint that are larger are not read. record_config, open_run: as Saver's. recipe: where it is there already.
     """
     hosts = communicator.allgather_object(socket.gethostname())
     saver = None
@@ -109,7 +109,7 @@ def make_job(
         workers = communicator.size - config.servers.count
         header = Header(config.servers.count, workers, asked_threads() or fair, start.progress.step)
         updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
-    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    recipe = recipe or recipe_of(config, datasets)
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
     return Job(
         config=config,

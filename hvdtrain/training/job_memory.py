@@ -18,20 +18,20 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.footprint import Footprint
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.training.build import build_recipe
+from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.checkpoint.resume import former_run
-from hvdtrain.training.datasets import Datasets
+from hvdtrain.training.datasets import Datasets, recipe_of
 from hvdtrain.training.failure import limit_reached
 from hvdtrain.training.input import read_ahead_of
 from hvdtrain.training.memory import MARGIN, MemoryForecast, Room, advice, forecast_memory, gib, largest_micro, room_of_rank
 from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 
 
-def forecast_of_job(config: Config, datasets: Datasets, communicator: Communicator) -> MemoryForecast:
-    """The forecast of a job whose ranks are connected."""
+def forecast_of_job(config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None) -> MemoryForecast:
+    """The forecast of a job whose ranks are connected; recipe: where it is there already."""
     ranks, samples = communicator.size, len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
-    recipe = build_recipe(config, samples, datasets.task.sizes.get("context"))
+    recipe = recipe or recipe_of(config, datasets)
     return forecast_memory(config, datasets.task, recipe, ranks, communicator.features, samples, -(-len(datasets.val) // ranks), ahead)
 
 

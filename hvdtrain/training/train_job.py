@@ -21,10 +21,11 @@ from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
+from hvdtrain.recipe.batch_growth import Growth
 from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
-from hvdtrain.training.build import build_learner, build_recipe, job_transform, load_libraries
-from hvdtrain.training.datasets import Datasets, data_facts, identity, notes
+from hvdtrain.training.build import build_learner, job_transform, load_libraries
+from hvdtrain.training.datasets import Datasets, data_facts, identity, notes, recipe_of
 from hvdtrain.training.elastic_job import ElasticJob, Successor, ready_for_losses
 from hvdtrain.training.health.heartbeat import Heartbeat, noted
 from hvdtrain.training.health.signals import Signals
@@ -77,9 +78,10 @@ def train_job(
         check_same_facts(communicator, facts(config, data_facts(config, datasets), communicator.name))
     heartbeat.beat("building the model", 0, 0)
     load_libraries(config)
-    memory = MemoryMeter(forecast_of_job(config, datasets, communicator), room_of_rank(config, communicator))
+    recipe = recipe_of(config, datasets)
+    memory = MemoryMeter(forecast_of_job(config, datasets, communicator, recipe), room_of_rank(config, communicator))
     learner = build_learner(config, datasets.task, communicator)
-    check_smallest_pass(config, datasets, learner, communicator.size)
+    check_smallest_pass(config, recipe.batch, learner, communicator.size)
     heartbeat.under_way = learner.under_way
     start = start_or_resume(config, datasets, communicator, learner, lock, heartbeat)
     if communicator.size > 1:
@@ -105,6 +107,7 @@ def train_job(
         record_config=record_config,
         open_run=lock.open,
         memory=memory,
+        recipe=recipe,
     )
     summary.emit_start(job, start, engine_reason)
     successor = Successor(
@@ -130,9 +133,9 @@ def train_job(
         return result._replace(transform=job_transform(datasets.task, config))
 
 
-def check_smallest_pass(config: Config, datasets: Datasets, learner: Learner, ranks: int) -> None:
+def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
     """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a batch norm that needs two."""
-    growth, readers = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context")).batch, config.readers(ranks)
+    readers = config.readers(ranks)
     batch = next((batch for batch in (growth.first, *growth.to) if fewest_samples(config, batch, growth.first, readers) == 1), None)
     if batch is None or learner.trains_one_sample():
         return

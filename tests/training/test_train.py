@@ -29,7 +29,7 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import Change, refuse_another_job
-from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.datasets import open_datasets, recipe_of
 from hvdtrain.training.input import split_step
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.train_job import check_smallest_pass
@@ -452,10 +452,10 @@ def test_a_batch_norm_of_one_sample_is_found_before_the_first_step(words: str, r
     learner = build_learner(config, datasets.task, SingleProcessCommunicator())
     before = digest(learner.state())
     if what is None:
-        check_smallest_pass(config, datasets, learner, ranks)
+        check_smallest_pass(config, recipe_of(config, datasets).batch, learner, ranks)
     else:
         with pytest.raises(UserError, match=re.escape(what)) as caught:
-            check_smallest_pass(config, datasets, learner, ranks)
+            check_smallest_pass(config, recipe_of(config, datasets).batch, learner, ranks)
         assert caught.value.where.startswith(key) and ("norm.kind=sync" in caught.value.fix) == (ranks > 1)
     assert digest(learner.state()) == before
 
