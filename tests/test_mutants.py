@@ -8,9 +8,11 @@ import pytest
 from mutants import MUTANTS, ROOT, Mutant, Verdict, chosen, troubles
 
 
-def test_twenty_changes_whose_text_is_there_once_and_whose_tests_are_there() -> None:
+def test_the_text_of_each_change_is_there_once_and_so_are_its_tests() -> None:
     assert troubles() == []
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == 20
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    of_steps = [mutant for mutant in MUTANTS if mutant.file.startswith(("hvdtrain/frameworks/torch/", "hvdtrain/optim/"))]
+    assert len(of_steps) == 20, "in the strategies and the step"
     assert all(mutant.before != mutant.after for mutant in MUTANTS)
 
 

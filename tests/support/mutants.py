@@ -1,4 +1,4 @@
-"""Twenty wrong changes of the product, each of which a fast test beside the code has to find: do the tests bite?
+"""Wrong changes of the product, each of which a fast test beside the code has to find: do the tests bite?
 
     make mutants                        all of them; the exit status is 1 where one survives
     make mutants ARGS="zero.owner"      some, by name
@@ -169,6 +169,69 @@ MUTANTS = (
         "make(bad, hyper.noise, seed, ",
         "make(bad, hyper.noise, seed + self.data.rank, ",
         ("tests/frameworks/test_ranks_in_threads.py",),
+    ),
+    Mutant(
+        "step.divisor",
+        STEP,
+        "        return losses.total / divisor * ",
+        "        return losses.total * ",
+        ("tests/frameworks/test_learners.py",),
+    ),
+    Mutant(
+        "step.nonfinite_of_one_rank",
+        STEP,
+        "        return self._strategy.total(bad.double()) > 0\n",
+        "        return bad\n",
+        ("tests/frameworks/test_ranks_in_threads.py",),
+    ),
+    Mutant(
+        "step.buffers_of_a_skipped_step",
+        STEP,
+        "            self._restore()\n",
+        "            pass\n",
+        ("tests/frameworks/test_nonfinite.py",),
+    ),
+    Mutant(
+        "bucket.fill",
+        f"{PARALLEL}/bucket.py",
+        "            if p not in self._taken:\n                self.take(p)\n",
+        "            pass\n",
+        ("tests/frameworks/test_buckets.py",),
+    ),
+    Mutant(
+        "zero.sum_of_passes",
+        f"{PARALLEL}/zero.py",
+        "self._sum = self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))",
+        "self._sum = self._sum.copy_(part)",
+        ("tests/frameworks/test_ranks_in_threads.py",),
+    ),
+    Mutant(
+        "horovod.divisor",
+        f"{PARALLEL}/horovod.py",
+        "named_parameters=named, op=hvd.Sum)",
+        "named_parameters=named, op=hvd.Average)",
+        ("tests/training/test_invariance.py",),
+    ),
+    Mutant(
+        "tensor.gradient_of_what_all_have",
+        f"{PARALLEL}/tensor/collectives.py",
+        '        return ctx.link.sum(dy, "backward"), None\n',
+        "        return dy, None\n",
+        ("tests/frameworks/test_tensor_parallel.py",),
+    ),
+    Mutant(
+        "pipeline.tied",
+        f"{PARALLEL}/pipeline/executor.py",
+        "p.grad = torch.stack([copies[rank] for rank in ranks]).sum(0)",
+        "p.grad = torch.stack([copies[rank] for rank in ranks]).mean(0)",
+        ("tests/frameworks/test_pipeline.py",),
+    ),
+    Mutant(
+        "servers.gradients_of_the_others",
+        f"{PARALLEL}/parameter_server/server.py",
+        "            gradient += other.received\n",
+        "            pass\n",
+        ("tests/training/test_servers.py",),
     ),
     Mutant(
         "checkpoint.checksum",
