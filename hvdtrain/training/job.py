@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.metrics import Sums
@@ -19,7 +18,6 @@ from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
@@ -36,8 +34,7 @@ from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.samples import SampleSeries
-from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
-from hvdtrain.training.telemetry.update_log import Header, open_update_log
+from hvdtrain.training.telemetry.telemetry import Telemetry, make_gauges, make_telemetry
 
 
 class Unfinished(NamedTuple):
@@ -103,12 +100,7 @@ def make_job(
         saver = make_saver(config, identity(config, datasets), log, start, run, checkpoint_limit_bytes, record_config, open_run)
     checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts, heartbeat.go_on)
     health = make_health(config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task))
-    updates = None
-    if config.servers.log and run is not None:
-        fair = fair_threads(communicator)
-        workers = communicator.size - config.servers.count
-        header = Header(config.servers.count, workers, asked_threads() or fair, start.progress.step)
-        updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
+    gauges = make_gauges(config, communicator, learner, log, run, start.progress.step)
     recipe = recipe or recipe_of(config, datasets)
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
     return Job(
@@ -126,7 +118,7 @@ def make_job(
         warnings=warnings or RankWarnings(),
         checkpoints=checkpoints,
         health=health,
-        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path(), updates),
+        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path(), gauges),
         samples=SampleSeries(
             config, datasets.task, datasets.val, communicator, learner, heartbeat, health, log, run=run, open_run=open_run
         ),
@@ -190,8 +182,8 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
         deadline = deadline_of(job.config, job.heartbeat)
     checkpoints = job.checkpoints.on_other_ranks(hosts)
     health = replace(job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None)
-    telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run)
-    telemetry.staleness = job.telemetry.staleness.from_step(now.progress.step)
+    gauges = [gauge.from_step(now.progress.step) for gauge in job.telemetry.gauges]
+    telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run, gauges)
     return replace(
         job,
         hosts=hosts,

@@ -112,7 +112,8 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     after = replace(after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better))
     fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
     job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
-    job.telemetry.emit_passes(now.progress.step)
+    for gauge in job.telemetry.gauges:
+        gauge.emit(now.progress.step)
     for target in reached:
         job.log.emit("target", now.progress.step, **target_fields(target, now.objective))
     job.samples.draw(after)

@@ -209,7 +209,7 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
     if fields["samples_per_s"]:
         tokens = f"{fields['tokens_per_s']:,.0f} tokens/s, " if fields.get("tokens_per_s") else ""
         lines.append(f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training")
-    lines += job.telemetry.pipeline.lines() + job.telemetry.staleness.lines()
+    lines += [line for gauge in job.telemetry.gauges for line in gauge.lines()]
     if memory:
         lines.append(memory_line(memory))
     if fields["joules"]:

@@ -22,7 +22,7 @@ from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, LostMeanwhile, Report, SyncPoints, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
-from hvdtrain.training.telemetry.update_log import NAME, Header, StalenessMeter, UpdateLog, open_update_log, read_updates
+from hvdtrain.training.telemetry.update_log import NAME, Header, StalenessGauge, UpdateLog, open_update_log, read_updates
 
 slow = pytest.mark.slow
 
@@ -297,12 +297,11 @@ def test_what_is_no_log(tmp_path: Path) -> None:
 
 
 def test_staleness_is_counted_for_each_worker() -> None:
-    meter = StalenessMeter()
-    assert meter.fields([]) == {} and meter.lines() == []
-    assert meter.fields([WorkerUpdate(0, 0, 1), WorkerUpdate(2, 1, 1), WorkerUpdate(1, 2, 2)]) == {
-        "staleness": {"1": {"0": 1, "1": 1}, "2": {"2": 1}}
-    }
-    assert meter.fields([WorkerUpdate(3, 1, 1)]) == {"staleness": {"1": {"1": 1}}}
+    read = [[WorkerUpdate(3, 1, 1)], [WorkerUpdate(0, 0, 1), WorkerUpdate(2, 1, 1), WorkerUpdate(1, 2, 2)], []]
+    meter = StalenessGauge(read.pop)
+    assert meter.fields({}, 1) == {} and meter.lines() == []
+    assert meter.fields({}, 1) == {"staleness": {"1": {"0": 1, "1": 1}, "2": {"2": 1}}}
+    assert meter.fields({}, 1) == {"staleness": {"1": {"1": 1}}}
     assert meter.lines() == [
         "servers  staleness of an update 1.00, at most 2: 0 in 25%, 1 in 50%, 2 in 25%",
         "         worker 1: 3 updates, staleness 0.67, at most 1",

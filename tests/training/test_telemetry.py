@@ -22,10 +22,11 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.read import configure
+from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.learner import TimedPass
+from hvdtrain.frameworks.learner import TimedPass, Waited
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
 from hvdtrain.tasks.classification.build import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
@@ -33,7 +34,7 @@ from hvdtrain.training.progress.train_state import Reached, TrainState, from_jso
 from hvdtrain.training.progress.triggers import after_evaluation, stop_reason
 from hvdtrain.training.run_folder import MARKER
 from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, EnergyMeter, find_counters
-from hvdtrain.training.telemetry.pipeline import PipelineWaits, on_one_clock
+from hvdtrain.training.telemetry.mesh import MeshGauge, on_one_clock, slowest
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 
@@ -139,20 +140,28 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
 
 
 def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage() -> None:
-    waits = PipelineWaits([0, 0, 0, 1, 1, 1])
-    found = waits.slowest(np.array([10.0, 10.0, 12.0, 30.0, 31.0, 30.0]), ["n1"] * 3 + ["n2"] * 3)
+    found = slowest(np.array([10.0, 10.0, 12.0, 30.0, 31.0, 30.0]), np.array([0, 0, 0, 1, 1, 1]), ["n1"] * 3 + ["n2"] * 3)
     assert found == {
         "work_ms": [10.0, 10.0, 12.0], "slowest_rank": 2, "slowest_host": "n1", "stage_work_ms": [10.0, 30.0], "slowest_stage": 1,
     }  # fmt: skip
-    one_each = PipelineWaits([0, 1])
-    assert one_each.slowest(np.array([10.0, 30.0]), ["n1", "n2"])["slowest_rank"] == 1
-    one_each.predicted = 0.2
+    assert slowest(np.array([10.0, 30.0]), np.array([0, 1]), ["n1", "n2"])["slowest_rank"] == 1
+
+
+def test_the_gauge_of_a_pipeline_says_how_long_its_ranks_wait() -> None:
+    learner: Any = SimpleNamespace(read_waited=lambda: Waited(4.0, 2.0, 0.2), waits_only_in_communication=True)
+    two: Any = SimpleNamespace(rank=0, size=2)
+    one_each = MeshGauge(ParallelConfig(pipeline=2), two, learner, Log([]))
+    assert one_each.values({"communication": 0.5}) == {"rank.passes": 4.0, "rank.waiting": 2.0, "rank.communication": 0.5}
     sums = {"rank.passes": np.array([4.0, 4.0]), "rank.waiting": np.array([2.0, 1.0]), "rank.work": np.array([2.0, 3.0])}
+    sums["rank.communication"] = np.array([0.5, 0.1])
     assert one_each.fields(sums, 100) == {"bubble": [0.5, 0.25], "bubble_predicted": 0.2}
     assert one_each.lines() == [
         "pipeline 38% of the time of its passes idle, 25% to 50% of a rank; 20% by its schedule with equal stages",
         "         stage 1 is slowest: 30 ms of own work a step, stage 0 20; stage 0 waits most: 50%",
     ]
+    for waiting, communication in (([20.0, 10.0], [5.0, 1.0]), ([0.0, 0.0], [0.0, 0.0])):
+        of_ranks = one_each.epoch_fields(100)
+        assert of_ranks["rank_waiting_ms"].tolist() == waiting and of_ranks["rank_communication_ms"].tolist() == communication
 
 
 def test_passes_of_two_hosts_are_put_on_one_clock() -> None:

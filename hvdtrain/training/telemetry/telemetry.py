@@ -8,15 +8,15 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.mesh import coordinates
 from hvdtrain.comm.sums import allreduce_sums
-from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
@@ -26,12 +26,11 @@ from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.telemetry.energy import EnergyMeter, find_counters
-from hvdtrain.training.telemetry.pipeline import PipelineWaits, gather_passes
+from hvdtrain.training.telemetry.gauge import Gauge
+from hvdtrain.training.telemetry.mesh import MeshGauge, slowest, stages_of_ranks
 from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
 from hvdtrain.training.telemetry.startup import FirstStep
-from hvdtrain.training.telemetry.update_log import StalenessMeter, UpdateLog
-
-EVERY_RANK_A_MODEL = ParallelConfig()
+from hvdtrain.training.telemetry.update_log import staleness_gauge
 
 
 def make_telemetry(
@@ -41,9 +40,9 @@ def make_telemetry(
     hosts: list[str],
     log: Log,
     run: Path,
-    updates: UpdateLog | None = None,
+    gauges: Sequence[Gauge] = (),
 ) -> Telemetry:
-    """The telemetry of a configuration. Every rank calls it. updates: rank 0's log of asynchronous updates (servers.log)."""
+    """The telemetry of a configuration, with these gauges. Every rank calls it."""
     gpu = learner.gpu()
     counters = find_counters(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
@@ -57,18 +56,28 @@ def make_telemetry(
         energy,
         hosts,
         log,
-        parallel=config.parallel,
+        stages=stages_of_ranks(config.parallel, communicator.size),
         step_times=config.log.step_times,
         profiler=profiler,
         first_step=first_step,
-        staleness=StalenessMeter(updates),
+        gauges=gauges,
     )
+
+
+def make_gauges(config: Config, communicator: Communicator, learner: Learner, log: Log, run: Path | None, step: int) -> list[Gauge]:
+    """What the features of a configuration measure in a job that goes on with `step`. Every rank calls it."""
+    gauges: list[Gauge] = []
+    if config.parallel.cuts:
+        gauges.append(MeshGauge(config.parallel, communicator, learner, log))
+    if config.servers.count:
+        gauges.append(staleness_gauge(config.servers, communicator, learner, run, step))
+    return gauges
 
 
 class Telemetry:
     """One on each rank. The ranks add up what sync_sums() returns with the sums of training; sync_fields() makes an event's fields of it.
 
-    parallel: the mesh of the ranks. step_times: an event for each step (log.step_times).
+    stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an event for each step (log.step_times).
     """
 
     def __init__(
@@ -79,11 +88,11 @@ class Telemetry:
         hosts: list[str],
         log: Log,
         *,
-        parallel: ParallelConfig = EVERY_RANK_A_MODEL,
+        stages: np.ndarray | None = None,
         step_times: bool = False,
         profiler: StepProfiler | None = None,
         first_step: FirstStep | None = None,
-        staleness: StalenessMeter | None = None,
+        gauges: Sequence[Gauge] = (),
     ) -> None:
         self._communicator, self._learner, self.log = communicator, learner, log
         self._hosts = hosts  # of each rank
@@ -91,12 +100,8 @@ class Telemetry:
         self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
         self._epoch_work_s = np.zeros(communicator.size)  # seconds that each rank was busy since the last evaluation
         self._epoch_steps = 0
-        self._parallel = parallel
-        readers = communicator.size // parallel.ranks
-        stages = [coordinates(rank, readers, parallel.tensor).stage for rank in range(communicator.size)]
-        self.pipeline = PipelineWaits(stages)
-        self._epoch_communication_s, self._epoch_waiting_s = np.zeros(communicator.size), np.zeros(communicator.size)
-        self.staleness = staleness or StalenessMeter()
+        self._stages = np.zeros(communicator.size, int) if stages is None else stages
+        self.gauges = gauges
 
     def before_step(self, p: Progress) -> None:
         """A step begins at p."""
@@ -112,17 +117,13 @@ class Telemetry:
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
-        waited = self._learner.read_waited()
-        of_mesh = {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
-        if self._parallel.cuts:
-            of_mesh["rank.communication"] = phases.get("communication", 0.0)
-        self.pipeline.predicted = waited.predicted if waited else 0.0
+        of_gauges = [values for gauge in self.gauges for values in gauge.values(phases).items()]
         return {
             **{f"phase.{phase}": phases.get(phase, 0.0) for phase in PHASES},
             "rank.work": self._of_this_rank(_work_s(phases)),
             "rank.memory": self._of_this_rank(peak_memory_bytes()),
             "rank.gpu_memory": self._of_this_rank(gpu.peak_bytes() if gpu else 0),
-            **{name: self._of_this_rank(seconds) for name, seconds in of_mesh.items()},
+            **{name: self._of_this_rank(seconds) for name, seconds in of_gauges},
             **self.energy.sync_sums(),
         }
 
@@ -137,17 +138,14 @@ class Telemetry:
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
-        if self._parallel.cuts:
-            self._epoch_communication_s = self._epoch_communication_s + sums["rank.communication"]
-            self._epoch_waiting_s = self._epoch_waiting_s + sums.get("rank.waiting", 0.0)
         watts = self.energy.update(sums)
+        of_gauges = [field for gauge in self.gauges for field in gauge.fields(sums, steps).items()]
         fields = {
             "steps": steps,
             "phase_ms": self._phase_ms(sums, steps, window_s),
             **self._slowest(1e3 * sums["rank.work"] / steps),
             **_memory_mb(sums),
-            **self.pipeline.fields(sums, steps),
-            **self.staleness.fields(self._learner.read_updates()),
+            **dict(of_gauges),
             **({} if math.isnan(watts) else {"watts": watts}),
         }
         if LOGGER.isEnabledFor(logging.INFO):
@@ -168,7 +166,7 @@ class Telemetry:
         """
         if not self._learner.waits_only_in_communication:
             return {}
-        return self.pipeline.slowest(work_ms, self._hosts)
+        return slowest(work_ms, self._stages, self._hosts)
 
     def _emit_step_times(self, last_step: int) -> None:
         """An event for each step since the last sync point, the last being the `last_step`th. Every rank calls it."""
@@ -189,23 +187,13 @@ class Telemetry:
     def epoch_fields(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
         """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation. The next epoch begins."""
         self.energy.update(val)
-        work_ms = 1e3 * self._epoch_work_s / max(1, self._epoch_steps)
-        of_ranks = {"rank_work_ms": work_ms} if self._learner.waits_only_in_communication else {}
-        if self._parallel.cuts and of_ranks:
-            of_ranks["rank_communication_ms"] = 1e3 * self._epoch_communication_s / max(1, self._epoch_steps)
-        if self._parallel.pipeline > 1 and of_ranks:
-            of_ranks["rank_waiting_ms"] = 1e3 * self._epoch_waiting_s / max(1, self._epoch_steps)
-        size, self._epoch_steps = self._communicator.size, 0
-        self._epoch_work_s, self._epoch_communication_s, self._epoch_waiting_s = np.zeros(size), np.zeros(size), np.zeros(size)
+        steps = max(1, self._epoch_steps)
+        of_ranks = {"rank_work_ms": 1e3 * self._epoch_work_s / steps} if self._learner.waits_only_in_communication else {}
+        for gauge in self.gauges:
+            of_ranks |= gauge.epoch_fields(steps)
+        self._epoch_work_s, self._epoch_steps = np.zeros(self._communicator.size), 0
         fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
         return fields | {name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()}
-
-    def emit_passes(self, step: int) -> None:
-        """The event "passes", of the last step of the pipeline that reads the first samples. Every rank calls it."""
-        if self._parallel.pipeline > 1:
-            passes = gather_passes(self._communicator, self._learner.last_passes(), self._communicator.size // self._parallel.pipeline)
-            if passes:
-                self.log.emit("passes", step, **passes)
 
     def finish(self, now: TrainState) -> TrainState:
         """Adds the joules since the last reading, and writes a profile that has begun. Every rank calls it, after the last sync point."""

@@ -5,15 +5,22 @@ from __future__ import annotations
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.core.metrics import Sums
 from hvdtrain.core.updates import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.threads import asked_threads, fair_threads
+from hvdtrain.training.telemetry.gauge import Gauge
 
 NAME = "updates.bin"
 VERSION = 1
@@ -160,21 +167,33 @@ def _check(header: Header, updates: Sequence[WorkerUpdate], where: str) -> None:
 _MOST_BARS = 8  # of a line
 
 
-class StalenessMeter:
+def staleness_gauge(config: ServersConfig, communicator: Communicator, learner: Learner, run: Path | None, step: int) -> StalenessGauge:
+    """With the log of updates where servers.log asks for it and there is a run folder; the job goes on with `step`. A collective."""
+    log = None
+    if config.log and run is not None:
+        threads = asked_threads() or fair_threads(communicator)
+        header = Header(config.count, communicator.size - config.count, threads, step)
+        log = on_rank_0_only(communicator, lambda: open_update_log(run, header))
+    return StalenessGauge(learner.read_updates, log)
+
+
+class StalenessGauge(Gauge):
     """Counts staleness on rank 0; on other ranks there is nothing to count."""
 
-    def __init__(self, log: UpdateLog | None = None) -> None:
-        self._log = log
+    def __init__(self, read_updates: Callable[[], Sequence[WorkerUpdate]], log: UpdateLog | None = None) -> None:
+        """read_updates: those since it was last called."""
+        self._read_updates, self._log = read_updates, log
         self._of_job: dict[int, Counter[int]] = {}  # worker -> staleness -> updates
 
-    def from_step(self, step: int) -> StalenessMeter:
+    def from_step(self, step: int) -> StalenessGauge:
         """Itself; the updates from this one on are made again."""
         if self._log:
             self._log.cut(step)
         return self
 
-    def fields(self, updates: Sequence[WorkerUpdate]) -> dict[str, Any]:
-        """The field `staleness` of the event "step", of the updates since the last one; nothing where no update is asynchronous."""
+    def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
+        """`staleness`, of the updates since the last event; nothing where no update is asynchronous."""
+        updates = self._read_updates()
         if not updates:
             return {}
         if self._log:
@@ -187,7 +206,6 @@ class StalenessMeter:
         return {"staleness": {str(worker): {str(age): n for age, n in sorted(found[worker].items())} for worker in sorted(found)}}
 
     def lines(self) -> list[str]:
-        """For the end of a job."""
         if not self._of_job:
             return []
         every: Counter[int] = sum(self._of_job.values(), Counter())

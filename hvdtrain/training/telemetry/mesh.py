@@ -1,0 +1,162 @@
+"""What ranks that have one model together measure: how long they wait for each other, and a pipeline's passes on one clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import coordinates
+from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.core.metrics import Sums
+from hvdtrain.events.log import Log
+from hvdtrain.frameworks.learner import Learner, TimedPass
+from hvdtrain.frameworks.stopwatch import PhaseTimes
+from hvdtrain.training.telemetry.gauge import Gauge
+
+MOST_PASSES = 4096  # of an event
+
+
+def gather_passes(communicator: Communicator, own: Sequence[TimedPass], apart: int) -> dict[str, Any]:
+    """Fields of the event, of ranks 0, `apart`, 2 x `apart`, ...: one pipeline. Every rank calls it.
+
+    Empty where there are more than MOST_PASSES.
+    """
+    mine = [tuple(each) for each in own] if communicator.rank % apart == 0 else []
+    found = [[TimedPass(*each) for each in of_rank] for of_rank in communicator.allgather_object(mine)[::apart]]
+    if not 0 < sum(map(len, found)) <= MOST_PASSES:
+        return {}
+    aligned = on_one_clock(found)
+    begin_s = min(each.start_s for of_rank in aligned for each in of_rank)
+    rows = [[_row(each, begin_s) for each in of_rank] for of_rank in aligned]
+    return {"passes": rows, "passes_of_ranks": [rank * apart for rank in range(len(rows))]}
+
+
+def _row(one: TimedPass, begin_s: float) -> list[Any]:
+    """[kind, stage, micro-batch, begin of waiting, begin of computing, end], in milliseconds since the first pass."""
+    times_s = one.start_s, one.start_s + one.waited_s, one.stop_s
+    return [one.kind, one.stage, one.micro, *(round(1e3 * (time_s - begin_s), 3) for time_s in times_s)]
+
+
+def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
+    """The passes of each rank by the first one's clock.
+
+    Ranks of one host have one clock. Those of two hosts do not: nothing arrives before it was sent, in both directions, which bounds how
+    far the second clock is ahead; where 0 is not within the bounds, it is taken to be in their middle (as Mills 1991, RFC 5905, does).
+    """
+    moved, total_s = [list(ranks[0])], 0.0
+    for before, passes in itertools.pairwise(ranks):
+        least, most = _bounds(before, passes)
+        if not least <= 0.0 <= most and math.isfinite(least) and math.isfinite(most):
+            total_s += (least + most) / 2
+        moved.append([one._replace(start_s=one.start_s - total_s, stop_s=one.stop_s - total_s) for one in passes])
+    return moved
+
+
+def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[float, float]:
+    """The least and the most seconds by which the clock of `second` may be ahead."""
+    passes = {(one.kind == "forward", one.stage, one.micro): one for one in first if one.kind != "weight gradient"}
+    least, most = -math.inf, math.inf
+    for two in second:
+        one = passes.get((two.kind == "forward", two.stage - 1, two.micro))
+        if one is None or two.kind == "weight gradient":
+            continue
+        if two.kind == "forward":  # one sends, when its pass is over; two begins to compute later
+            most = min(most, two.start_s + two.waited_s - one.stop_s)
+        else:
+            least = max(least, two.stop_s - one.start_s - one.waited_s)
+    return least, most
+
+
+def stages_of_ranks(parallel: ParallelConfig, ranks: int) -> np.ndarray:
+    """(ranks,): the stage of each. Ranks of one stage do the same work."""
+    readers = ranks // parallel.ranks
+    return np.array([coordinates(rank, readers, parallel.tensor).stage for rank in range(ranks)])
+
+
+def medians_of_stages(values: np.ndarray, stages: np.ndarray) -> np.ndarray:
+    """(ranks,) -> (stages,): the median of the ranks of each."""
+    return np.array([np.median(values[stages == stage]) for stage in range(int(stages.max()) + 1)])
+
+
+def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
+    """Fields of events: the rank that takes longest, relative to the others of its stage, and these; work_ms, stages: (ranks,)."""
+    medians = medians_of_stages(work_ms, stages)
+    times = work_ms / np.maximum(medians[stages], 1e-9)
+    slowest = int(np.lexsort((work_ms, times.round(6)))[-1])  # where stages have one rank each, the one with most work
+    beside = work_ms[stages == stages[slowest]]
+    spread = [float(beside.min()), float(np.median(beside)), float(beside.max())]
+    fields = {"work_ms": spread, "slowest_rank": slowest, "slowest_host": hosts[slowest]}
+    if len(medians) == 1:
+        return fields
+    return fields | {"stage_work_ms": medians.tolist(), "slowest_stage": int(medians.argmax())}
+
+
+class MeshGauge(Gauge):
+    """The time that each rank takes for communication, and in a pipeline the share of its passes in which it waits for others."""
+
+    def __init__(self, parallel: ParallelConfig, communicator: Communicator, learner: Learner, log: Log) -> None:
+        self._communicator, self._learner, self._log = communicator, learner, log
+        self._pipeline, self._stages = parallel.pipeline, stages_of_ranks(parallel, communicator.size)
+        self._predicted = 0.0  # of idleness, by the schedule, if all stages took the same time
+        self._seconds = self._waiting = self._work = np.zeros(1)  # (ranks,) of all steps
+        self._steps = 0
+        self._forget_epoch()
+
+    def _forget_epoch(self) -> None:
+        self._epoch_communication, self._epoch_waiting = (np.zeros(self._communicator.size) for _ in range(2))
+
+    def values(self, phases: PhaseTimes) -> dict[str, float]:
+        waited = self._learner.read_waited()
+        self._predicted = waited.predicted if waited else 0.0
+        of_passes = {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
+        return of_passes | {"rank.communication": phases.get("communication", 0.0)}
+
+    def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
+        """`bubble`, of each rank of a pipeline, and what the schedule would have."""
+        self._epoch_communication = self._epoch_communication + sums["rank.communication"]
+        if "rank.waiting" not in sums:
+            return {}
+        seconds, waiting = np.array(sums["rank.passes"]), np.array(sums["rank.waiting"])
+        self._epoch_waiting = self._epoch_waiting + waiting
+        self._seconds, self._waiting = self._seconds + seconds, self._waiting + waiting
+        self._work, self._steps = self._work + np.array(sums["rank.work"]), self._steps + steps
+        return {"bubble": _idle(seconds, waiting).tolist(), "bubble_predicted": self._predicted}
+
+    def epoch_fields(self, steps: int) -> dict[str, Any]:
+        found = {"rank_communication_ms": 1e3 * self._epoch_communication / steps}
+        if self._pipeline > 1:
+            found["rank_waiting_ms"] = 1e3 * self._epoch_waiting / steps
+        self._forget_epoch()
+        return found if self._learner.waits_only_in_communication else {}
+
+    def emit(self, step: int) -> None:
+        """The event "passes", of the last step of the pipeline that reads the first samples."""
+        if self._pipeline > 1:
+            passes = gather_passes(self._communicator, self._learner.last_passes(), self._communicator.size // self._pipeline)
+            if passes:
+                self._log.emit("passes", step, **passes)
+
+    def lines(self) -> list[str]:
+        if not self._seconds.max():
+            return []
+        idle = _idle(self._seconds, self._waiting)
+        ranks = f"{idle.min():.0%} to {idle.max():.0%} of a rank"
+        work_ms, waits = 1e3 * medians_of_stages(self._work, self._stages) / self._steps, medians_of_stages(idle, self._stages)
+        slowest, waiting = int(work_ms.argmax()), int(waits.argmax())
+        others = f"the median of stages {np.median(work_ms):.3g}" if len(work_ms) > 2 else f"stage {1 - slowest} {work_ms[1 - slowest]:.3g}"
+        return [
+            f"pipeline {idle.mean():.0%} of the time of its passes idle, {ranks}; {self._predicted:.0%} by its schedule with equal stages",
+            f"         stage {slowest} is slowest: {work_ms[slowest]:.3g} ms of own work a step, {others}; "
+            f"stage {waiting} waits most: {waits[waiting]:.0%}",
+        ]
+
+
+def _idle(seconds: np.ndarray, waiting: np.ndarray) -> np.ndarray:
+    """(ranks,) shares of the time of the slowest rank."""
+    idle: np.ndarray = 1.0 - (seconds - waiting) / max(float(seconds.max()), 1e-9)
+    return idle
