@@ -34,5 +34,6 @@ EMA = JobFeature(
         Exclusion("parallel.pipeline", above(1), where="optim.ema"),
         Exclusion("parallel.dense", other_than("none", "a"), where="optim.ema"),
     ),
+    lines_of_recipe=lambda config, recipe, samples: [f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"],
 )
 FEATURES = (EMA,)

@@ -1,14 +1,15 @@
-"""A feature of a job: the words that turn it on, and as data what it cannot go with."""
+"""A feature of a job: the words that turn it on, as data what it cannot go with, and what the header and the event "start" say of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.features import Feature
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.recipe.recipe import Recipe
 
 
 class PlannedJob(NamedTuple):
@@ -85,6 +86,21 @@ class JobFeature:
     first: tuple[Rule, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Rule, ...] = ()
+    lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
+    lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = lambda config, recipe, samples: ()
+    fields_of_start: Callable[[Config, int], Mapping[str, Any]] = lambda config, ranks: {}
+
+    def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
+        """Lines of the header below that of the ranks; hosts: of each rank."""
+        return self.lines_of_ranks(config, hosts) if self.on(config) else ()
+
+    def recipe_lines(self, config: Config, recipe: Recipe, samples: int) -> Sequence[str]:
+        """Lines of the header below that of the recipe; samples: of the training set."""
+        return self.lines_of_recipe(config, recipe, samples) if self.on(config) else ()
+
+    def start_fields(self, config: Config, ranks: int) -> Mapping[str, Any]:
+        """Fields of the event "start", of every job."""
+        return self.fields_of_start(config, ranks)
 
     def conflicts(self, job: PlannedJob) -> Iterator[UserError]:
         """Every conflict of a job that is this feature's, in order."""

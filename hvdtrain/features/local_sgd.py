@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.length import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among
+from hvdtrain.recipe.summary import averages_lines
 
 
 def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
@@ -67,5 +68,6 @@ LOCAL_SGD = JobFeature(
             why="the norm synchronizes ranks in every step, local SGD does not",
         ),
     ),
+    lines_of_recipe=lambda config, recipe, samples: averages_lines(config.comm.local_steps, recipe, samples),
 )
 FEATURES = (LOCAL_SGD,)

@@ -62,6 +62,15 @@ def _of_asynchronous(key: str, values: Values) -> Exclusion:
     )
 
 
+def _summary(servers: ServersConfig, ranks: int) -> str:
+    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are applied"""
+    first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
+    if not servers.are_asynchronous:
+        return f"{first}; every update waits for a gradient of each of the {ranks - servers.count} workers"
+    bound = "of any age" if servers.bound == "none" else f"at most {servers.bound} updates old"
+    return f"{first}; the gradients of the {ranks - servers.count} workers are {bound} when they are applied"
+
+
 SERVERS = JobFeature(
     key="servers.count",
     on=lambda config: config.servers.count > 0,
@@ -119,5 +128,6 @@ SERVERS = JobFeature(
         *not_on_horovod(),
     ),
     rules=(_sends,),
+    lines_of_ranks=lambda config, hosts: [f"servers {_summary(config.servers, len(hosts))}"],
 )
 FEATURES = (SERVERS,)

@@ -13,7 +13,7 @@ from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
 from hvdtrain.recipe.recipe import Recipe, scaling
 
-MOST_EPOCHS = 64  # of which averages_summary() counts the steps
+MOST_EPOCHS = 64  # of which averages_lines() counts the steps
 
 
 def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
@@ -58,21 +58,21 @@ def batch_summary(recipe: Recipe) -> str:
     return ", ".join([str(recipe.batch.first), *changes])
 
 
-def averages_summary(local_steps: int, recipe: Recipe, dataset: int) -> str:
+def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
     """averages of the weights after each 3 local steps, and at the end of each epoch, of 22 or 23 steps: the count begins again there
 
-    Empty where comm.local_steps divides every epoch from comm.local_from on: then the end of an epoch is where ranks average anyway.
+    No line where comm.local_steps divides every epoch from comm.local_from on: then the end of an epoch is where ranks average anyway.
     """
     first = math.floor(recipe.local_from) + 1
     last = math.floor(min(recipe.epochs, first + MOST_EPOCHS))
     ends = [steps_before(epoch, recipe.batch, dataset) for epoch in (recipe.local_from, *range(first, last + 1))]
     lengths = [int(later - earlier) for earlier, later in itertools.pairwise(ends)]
-    if local_steps == 1 or not any(length % local_steps for length in lengths):
-        return ""
+    if not any(length % local_steps for length in lengths):
+        return []
     least, most = min(lengths), max(lengths)
     steps = f"{most} step{'s' * (most > 1)}" if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
     after = f"after each {local_steps} local steps, and at the end of each epoch, of {steps}"
-    return f"averages of the weights {after}: the count begins again there"
+    return [f"averages of the weights {after}: the count begins again there"]
 
 
 def _peak_and_warmup(config: Config, multiplier: int) -> str:

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.mesh import coordinates
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, ParallelConfig, ServersConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.build_rule import decay
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary, noise_summary
+from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
 from hvdtrain.training.build import job_transform
 from hvdtrain.training.checkpoint.changes import PLACE, flat, further, resume_command
@@ -53,7 +53,7 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
         ranks=job.communicator.size,
         hosts=sorted(set(job.hosts)),
         host_of_rank=job.hosts,
-        **mesh_fields(job.config.parallel, job.communicator.size),
+        **{name: field for feature in FEATURES for name, field in feature.start_fields(job.config, job.communicator.size).items()},
         framework=job.config.framework,
         model=f"{job.config.model.name}: {job.learner.describe()}",
         device=_device(job.learner.gpu()),
@@ -111,8 +111,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     divided = f"over all {reader}s, {_share(config.batch.size, readers)} on each{at_first}"
     lines = [
         f"ranks   {ranks} ({_ranks_of_hosts(job.hosts)}), engine {job.communicator.name}: {engine_reason}",
-        *mesh_lines(config.parallel, job.hosts),
-        *([f"servers {_server_summary(config.servers, ranks)}"] if config.servers.count else []),
+        *(line for feature in FEATURES for line in feature.ranks_lines(config, job.hosts)),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
         f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
         *inputs_lines(job.task, config),
@@ -121,13 +120,10 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     ]
     if (why := config.batch.origin("micro")).startswith("auto"):
         lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
-    if averages := averages_summary(config.comm.local_steps, job.recipe, job.prefetcher.samples):
-        lines.append(f"        {averages}")
     if noise := noise_summary(config):
         lines.append(f"        {noise}")
     lines += _decay_of_class(config)
-    if config.optim.ema is not None:
-        lines.append(f"        evaluations of averaged weights, optim.ema={config.optim.ema:g}")
+    lines += [f"        {line}" for feature in FEATURES for line in feature.recipe_lines(config, job.recipe, job.prefetcher.samples)]
     if config.norm.kind != "batch":
         largest_share = -(-config.batch.size // readers)
         samples = -(-largest_share // micro_batches_per_step(config.batch, largest_share, config.batch.size, config.batch.size))
@@ -254,15 +250,6 @@ def first_names(names: Sequence[str] | None) -> str:
     return first
 
 
-def _server_summary(servers: ServersConfig, ranks: int) -> str:
-    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are applied"""
-    first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
-    if not servers.are_asynchronous:
-        return f"{first}; every update waits for a gradient of each of the {ranks - servers.count} workers"
-    bound = "of any age" if servers.bound == "none" else f"at most {servers.bound} updates old"
-    return f"{first}; the gradients of the {ranks - servers.count} workers are {bound} when they are applied"
-
-
 def _divided(config: Config) -> str:
     return f" (data.val_share={config.data.val_share:g} of train)" if config.data.val_share is not None else ""
 
@@ -291,50 +278,3 @@ def _norm_summary(config: Config, samples: int) -> str:
         return "batch norm over the samples of all ranks"
     small = f": a pass has {samples}, so each is a ghost of its own" if config.norm.ghost >= samples else ""
     return f"batch norm over ghosts of {config.norm.ghost} samples{small}"
-
-
-_NAMES = 10  # columns
-
-
-def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
-    """For the header, hosts[rank] is rank's; no line where every rank has a whole model.
-
-    One row for each place in `data`, whose ranks read the same samples, one column for each stage and each part of the layers:
-
-        mesh    2 data x 2 tensor
-                          tensor 0    tensor 1
-                data 0    0 on n1     1 on n1
-                data 1    2 on n2     3 on n2
-    """
-    if parallel.ranks == 1:
-        return []
-    readers = len(hosts) // parallel.ranks
-    columns = [_column(parallel, stage, part) for stage in range(parallel.pipeline) for part in range(parallel.tensor)]
-    rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
-    split = False
-    for rank, host in enumerate(hosts):
-        place = coordinates(rank, readers, parallel.tensor)
-        rows[1 + place.data].append(f"{rank} on {host}")
-        split |= host != hosts[rank - place.tensor]
-    width = 2 + max(len(cell) for row in rows for cell in row[1:])
-    sizes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
-    lines = [f"mesh    {' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1 or name == 'data')}"]
-    lines += ["        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip() for name, *row in rows]
-    if split:
-        lines.append("        a tensor group is on several hosts, whose link carries the activations of every layer: parallel.tensor")
-        lines.append("        divides the ranks of a host where each host has a multiple of it")
-    return lines
-
-
-def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Fields of the event "start": ranks along each axis; and where several ranks have one model, of each rank [stage, data, tensor]."""
-    readers = ranks // parallel.ranks
-    axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
-    if parallel.ranks == 1:
-        return {"mesh": axes}
-    return {"mesh": axes, "coordinates_of_rank": [list(coordinates(rank, readers, parallel.tensor)) for rank in range(ranks)]}
-
-
-def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
-    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"tensor {part}"] * (parallel.tensor > 1)
-    return ", ".join(names)

@@ -12,7 +12,7 @@ from ranks import FULL, in_full_rounds, mpirun, needs_horovod, needs_mpirun, pyt
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
-from hvdtrain.training.summary import mesh_lines
+from hvdtrain.features.mesh import MESH, mesh_lines
 
 slow = pytest.mark.slow
 FOUR = ["parallel.tensor=2", "parallel.tensor=2,shard.stage=1", "parallel.tensor=4,shard.stage=2", "parallel.tensor=2,shard.stage=3"]
@@ -85,7 +85,7 @@ def test_the_picture_of_a_mesh() -> None:
         "        data 1    2 on n2   3 on n2",
     ]
     assert "a tensor group is on several hosts" in "".join(mesh_lines(parallel, ["n1", "n2"]))
-    assert mesh_lines(configure(None, []).parallel, ["n1", "n1"]) == []
+    assert MESH.ranks_lines(configure(None, []), ["n1", "n1"]) == ()
 
 
 @slow

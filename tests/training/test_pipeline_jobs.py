@@ -25,13 +25,13 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.errors import STALLED, UserError
+from hvdtrain.features.mesh import mesh_lines
 from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
 from hvdtrain.training.input import passes_of_step
-from hvdtrain.training.summary import mesh_lines
 
 slow = pytest.mark.slow
 TWO = "parallel.pipeline=2"
