@@ -1,6 +1,6 @@
 """optim.groups: parameters with a rate, a decay or a momentum of their own, by the rules of hvdtrain/optim.
 
-frameworks/build_rule.py judges the names, once the model is known.
+frameworks/by_name.py judges the names, once the model is known.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.build_rule import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.learner import Learner, Predictions, global_weight
 from hvdtrain.frameworks.state import check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch

@@ -17,7 +17,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
-from hvdtrain.frameworks.build_rule import momentum
+from hvdtrain.frameworks.by_name import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS

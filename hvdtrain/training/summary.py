@@ -18,7 +18,7 @@ from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.frameworks.build_rule import decay
+from hvdtrain.frameworks.by_name import decay
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of

@@ -12,7 +12,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
-from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.by_name import build_rule
 from hvdtrain.recipe.batch_growth import steps_until
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.tasks.classification.build import Classification

@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.muon import Muon
 from hvdtrain.tasks.classification.build import Classification

@@ -24,7 +24,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary

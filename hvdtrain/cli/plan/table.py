@@ -13,7 +13,7 @@ from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import decay
+from hvdtrain.frameworks.by_name import decay
 from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded

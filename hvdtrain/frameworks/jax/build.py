@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.tasks.task import Task

@@ -20,10 +20,8 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
-from hvdtrain.frameworks.jax.phases import Phases
-from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas
+from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas, Optimizer, Phases
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
-from hvdtrain.frameworks.jax.update import Optimizer
 from hvdtrain.frameworks.jax.zero import Zero
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, global_weight
 from hvdtrain.frameworks.state import check_fit, gather, plain_names

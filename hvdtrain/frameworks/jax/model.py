@@ -16,7 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks import build_model as models
+from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block
 from hvdtrain.tasks.task import Place, Task, part_of, wrong_shapes
 
@@ -77,7 +77,7 @@ def build_model(config: Config, task: Task, target: Target) -> Model:
 def _functions(config: Config, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(init, apply) of a plugin by name, or of the user's own function."""
     name, where = config.model.name, config.where("model.name")
-    model = models.build_model(config, task, "frameworks/jax/models")
+    model = by_name.build_model(config, task, "frameworks/jax/models")
     if not (isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])):
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")

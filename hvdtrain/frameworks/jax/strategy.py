@@ -14,9 +14,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
-from hvdtrain.frameworks.jax.phases import Phases
-from hvdtrain.frameworks.jax.step import Weights
-from hvdtrain.frameworks.jax.update import Optimizer, OptimizerState, Update
+from hvdtrain.frameworks.jax.step import Optimizer, OptimizerState, Phases, Update, Weights
 
 
 class Squares(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.images.views import make_views
-from hvdtrain.frameworks.build_rule import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.forward import Forward, TrainingModel
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter

@@ -17,7 +17,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
-from hvdtrain.frameworks import build_model as models
+from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
@@ -143,7 +143,7 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
-    model: torch.nn.Module = models.build_model(config, task, "frameworks/torch/models")
+    model: torch.nn.Module = by_name.build_model(config, task, "frameworks/torch/models")
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
