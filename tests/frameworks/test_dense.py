@@ -15,8 +15,7 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import mlp
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers
-from hvdtrain.frameworks.torch.parallel.dense.exchange import Exchange
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.dense.turns import Turn, rows_of_turns, rows_of_updates, turn_learning_rate
 

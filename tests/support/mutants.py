@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "servers.bound",
-        f"{PARALLEL}/parameter_server/order.py",
+        f"{PARALLEL}/parameter_server/turns.py",
         "for i, read in enumerate(others))",
         "for i, read in enumerate(others[1:]))",
         ("tests/training/test_servers.py",),

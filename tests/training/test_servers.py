@@ -21,7 +21,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, LostMeanwhile, Report, SyncPoints, go_on_from
-from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import Order, Window
 from hvdtrain.training.telemetry.update_log import NAME, Header, StalenessGauge, UpdateLog, open_update_log, read_updates
 
 slow = pytest.mark.slow

@@ -15,8 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.dense.strategy import Hybrid
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
 from hvdtrain.frameworks.torch.parallel.dense.turns import turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Shard, Strategy, fill_missing
 from hvdtrain.frameworks.torch.parallel.timed import timed

@@ -1,12 +1,24 @@
-"""Servers: the arrangement of servers.count, in which some ranks hold the weights and the others learn from samples."""
+"""Servers: the arrangement of servers.count, in which some ranks hold the weights and the others learn from samples; the role of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
+from hvdtrain.comm.communicator import interruptible, point_to_point
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import Progress
+from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.parallel.parameter_server.role import Role
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, go_on_from
+from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
+from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, AllWorkers, Follower, Leader, Turns
+from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
+from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Strategy, Wrapped
 
 
 class Servers(Arrangement):
@@ -14,3 +26,61 @@ class Servers(Arrangement):
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         return Role(self.making.config, self.making.mesh, named, self.making.stopwatch)
+
+
+class Role(Around):
+    """The strategy of a rank among servers and workers, around that of the role that it has now.
+
+    The first servers.count ranks are servers; after a loss a rank may have another role.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> None:
+        self._config, self._named, self._stopwatch = config, named, stopwatch
+        self._take(mesh)
+
+    def _take(self, mesh: Mesh) -> None:
+        self._world, self._now = mesh.world, server_or_worker(self._config, mesh, self._named, self._stopwatch)
+        super().__init__(self._now)
+        self.summary, self.local_mean = self._now.summary, self._now.local_mean
+
+    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
+        return self._now.own_steps(steps)
+
+    def read_updates(self) -> list[WorkerUpdate]:
+        return self._now.read_updates()
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        self._wrapped = Wrapped(forward, optimizer)
+        return self._now.wrap(forward, optimizer)
+
+    def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
+        self._now.cut_off()
+        self._take(mesh)
+        return self._now.wrap(*self._wrapped).optimizer
+
+    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
+        if self._config.guard.lost != "shrink":
+            return None
+        self._now.cut_off()
+        return go_on_from(self._world.allgather_object(self._now.report(former_rank, kept)), self._config.servers.count)
+
+    def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
+        self._now.go_on(how, kept, mesh)
+        self.summary = self._now.summary
+
+
+def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Server | Worker:
+    """The strategy of this rank's role."""
+    servers, world = config.servers, point_to_point(mesh.world, config.where("servers.count"))
+    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.servers)
+    if world.rank >= mesh.servers:
+        return Worker(servers, ranges, world, stopwatch)
+    workers = range(mesh.servers, world.size)
+    turns: Turns = AllWorkers(workers)
+    agreement = None
+    if servers.are_asynchronous:
+        if config.guard.lost == "shrink" and mesh.servers > 1:
+            agreement = Agreement(interruptible(mesh.world, config.where("guard.lost")), mesh.role)
+        is_leader = world.rank == LEADER
+        turns = Leader(world, mesh.servers, workers, servers.most_stale) if is_leader else Follower(world, workers)
+    return Server(servers, ranges, world, mesh.role, turns, stopwatch, agreement)

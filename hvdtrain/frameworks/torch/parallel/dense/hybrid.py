@@ -1,141 +1,29 @@
-"""HybridModel: data parallel in the convolutions, model parallel in the dense layers (Krizhevsky 2014, arXiv:1404.5997, section 3)."""
+"""HybridModel and its strategy: data parallel in the convolutions, model parallel in the dense layers.
+
+Source: Krizhevsky 2014, arXiv:1404.5997, section 3.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers
-from hvdtrain.frameworks.torch.parallel.dense.exchange import Exchange, Wait
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Wait
 from hvdtrain.frameworks.torch.parallel.dense.turns import Scheme, Turn, rows_of_turns, rows_of_updates
-
-
-class GatheredTurn(NamedTuple):
-    """The rows of one turn, on all ranks."""
-
-    number: int
-    sizes: list[int]  # rows of each rank
-    x: torch.Tensor  # (sum of sizes, features), a leaf
-    own: slice  # of this rank's rows, in x
-    rows: slice  # where they are among all of this rank's rows, which may be every third one
-
-    def start_sum(self, exchange: Exchange, gradient: torch.Tensor) -> Wait:
-        """The gradient of x, back to the ranks of its rows."""
-        return exchange.start_sum(gradient, self.sizes, f"dense.rows.{self.number}.gradient")
-
-
-class DenseTurns:
-    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks work on all rows, in turns."""
-
-    def __init__(self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str) -> None:
-        self.exchange, self.scheme = Exchange(communicator), scheme
-        self.layers = CutLayers(chain, self.exchange, name, where)
-        self.returns_inputs = False  # of the layers that are cut, in place of outputs
-        self._name, self._where, self._calls = name, where, 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError for a second call in a pass."""
-        self._calls += 1
-        self._check_calls(at_least=0)
-        own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
-        return own if self.returns_inputs else self.outputs(own)
-
-    def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What the whole model gives. Raises UserError where it does not call its dense part once, as other ranks do."""
-        self._calls = 0
-        found: torch.Tensor = model(x)
-        self._check_calls(at_least=1)
-        return found
-
-    def _check_calls(self, at_least: int) -> None:
-        if not at_least <= self._calls <= 1:
-            times = "twice" if self._calls else "not"
-            what = f"a pass of the model calls {self._name!r} {times}; all ranks work on it together, once"
-            raise UserError(what, self._where, "a forward() that calls it once; or leave parallel.dense out")
-
-    def outputs(self, own: torch.Tensor) -> torch.Tensor:
-        """own (n, inputs) -> (n, outputs)."""
-        outputs: torch.Tensor = _InTurns.apply(own, self, torch.is_grad_enabled(), *self.layers.parameters)
-        return outputs
-
-    def no_rows(self) -> torch.Tensor:
-        """(0, inputs)"""
-        return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
-
-    def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
-        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
-        rows = self.exchange.rows_of_ranks(own)
-        return rows_of_turns(self.scheme, rows) if updates == 1 else rows_of_updates(self.scheme, rows, updates)
-
-    def gathered(self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool) -> Iterator[GatheredTurn]:
-        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while the caller works on these."""
-        rank, own = self.exchange.rank, own.detach()
-        wait = self._start(0, own, turns) if turns else None
-        for number, turn in enumerate(turns):
-            assert wait is not None
-            x = wait().requires_grad_(needs_gradient)
-            wait = self._start(number + 1, own, turns) if number + 1 < len(turns) else None
-            first = sum(map(len, turn[:rank]))
-            yield GatheredTurn(number, list(map(len, turn)), x, slice(first, first + len(turn[rank])), _as_slice(turn[rank]))
-
-    def _start(self, number: int, own: torch.Tensor, turns: list[Turn]) -> Wait:
-        turn = turns[number]
-        return self.exchange.start_gather(own[_as_slice(turn[self.exchange.rank])], list(map(len, turn)), f"dense.rows.{number}")
-
-
-def _as_slice(rows: range) -> slice:
-    return slice(rows.start, rows.stop, rows.step)
-
-
-class _InTurns(torch.autograd.Function):
-    """All turns forward, and all turns backward when the gradients of the outputs are there.
-
-    One node of the graph, so that the collectives of all turns have one order on all ranks. The gradient of a turn's rows is on its way
-    back while the next turn is computed. What the layers keep for backward is that of all rows, with every scheme.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, dense: DenseTurns, needs_gradient: bool, *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.dense, ctx.parameters, ctx.turns = dense, parameters, []
-        outputs = [own.new_zeros(0, dense.layers.outputs)]
-        for turn in dense.gathered(own, dense.turns_of(len(own)), needs_gradient):
-            with torch.set_grad_enabled(needs_gradient):
-                output = dense.layers(turn.x)[turn.own]
-            outputs.append(output.detach())
-            if needs_gradient:
-                ctx.turns.append((turn, output))
-        return torch.cat(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        trained = [p for p in ctx.parameters if p.requires_grad]
-        sums, waits = [torch.zeros_like(p) for p in trained], [ctx.dense.no_rows]
-        while ctx.turns:  # what a turn kept is freed behind it
-            turn, output = ctx.turns.pop(0)
-            of_rows, *of_parameters = torch.autograd.grad(output, [turn.x, *trained], gradient[turn.rows])
-            waits.append(turn.start_sum(ctx.dense.exchange, of_rows))
-            if sums:
-                torch._foreach_add_(sums, of_parameters)
-        by_parameter = dict(zip(trained, sums, strict=True))
-        return torch.cat([wait() for wait in waits]), None, None, *(by_parameter.get(p) for p in ctx.parameters)
-
+from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Shard, Wrapped, fill_missing
+from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 
 Context = Callable[[], AbstractContextManager[Any]]
-
-
-class OwnTurn(NamedTuple):
-    """What a rank learns from in one turn of HybridModel.turns()."""
-
-    rows: slice  # which of the rank's samples; may be none
-    outputs: torch.Tensor  # (n, outputs) of those samples
-    samples: int  # of all ranks in this turn
 
 
 class HybridModel(nn.Module):
@@ -219,3 +107,163 @@ class HybridModel(nn.Module):
         finally:
             self._dense.returns_inputs = False
         return inputs
+
+
+class OwnTurn(NamedTuple):
+    """What a rank learns from in one turn of HybridModel.turns()."""
+
+    rows: slice  # which of the rank's samples; may be none
+    outputs: torch.Tensor  # (n, outputs) of those samples
+    samples: int  # of all ranks in this turn
+
+
+class DenseTurns:
+    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks work on all rows, in turns."""
+
+    def __init__(self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str) -> None:
+        self.exchange, self.scheme = Exchange(communicator), scheme
+        self.layers = CutLayers(chain, self.exchange, name, where)
+        self.returns_inputs = False  # of the layers that are cut, in place of outputs
+        self._name, self._where, self._calls = name, where, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError for a second call in a pass."""
+        self._calls += 1
+        self._check_calls(at_least=0)
+        own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
+        return own if self.returns_inputs else self.outputs(own)
+
+    def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What the whole model gives. Raises UserError where it does not call its dense part once, as other ranks do."""
+        self._calls = 0
+        found: torch.Tensor = model(x)
+        self._check_calls(at_least=1)
+        return found
+
+    def _check_calls(self, at_least: int) -> None:
+        if not at_least <= self._calls <= 1:
+            times = "twice" if self._calls else "not"
+            what = f"a pass of the model calls {self._name!r} {times}; all ranks work on it together, once"
+            raise UserError(what, self._where, "a forward() that calls it once; or leave parallel.dense out")
+
+    def outputs(self, own: torch.Tensor) -> torch.Tensor:
+        """own (n, inputs) -> (n, outputs)."""
+        outputs: torch.Tensor = _InTurns.apply(own, self, torch.is_grad_enabled(), *self.layers.parameters)
+        return outputs
+
+    def no_rows(self) -> torch.Tensor:
+        """(0, inputs)"""
+        return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
+
+    def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
+        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
+        rows = self.exchange.rows_of_ranks(own)
+        return rows_of_turns(self.scheme, rows) if updates == 1 else rows_of_updates(self.scheme, rows, updates)
+
+    def gathered(self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool) -> Iterator[GatheredTurn]:
+        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while the caller works on these."""
+        rank, own = self.exchange.rank, own.detach()
+        wait = self._start(0, own, turns) if turns else None
+        for number, turn in enumerate(turns):
+            assert wait is not None
+            x = wait().requires_grad_(needs_gradient)
+            wait = self._start(number + 1, own, turns) if number + 1 < len(turns) else None
+            first = sum(map(len, turn[:rank]))
+            yield GatheredTurn(number, list(map(len, turn)), x, slice(first, first + len(turn[rank])), _as_slice(turn[rank]))
+
+    def _start(self, number: int, own: torch.Tensor, turns: list[Turn]) -> Wait:
+        turn = turns[number]
+        return self.exchange.start_gather(own[_as_slice(turn[self.exchange.rank])], list(map(len, turn)), f"dense.rows.{number}")
+
+
+class GatheredTurn(NamedTuple):
+    """The rows of one turn, on all ranks."""
+
+    number: int
+    sizes: list[int]  # rows of each rank
+    x: torch.Tensor  # (sum of sizes, features), a leaf
+    own: slice  # of this rank's rows, in x
+    rows: slice  # where they are among all of this rank's rows, which may be every third one
+
+    def start_sum(self, exchange: Exchange, gradient: torch.Tensor) -> Wait:
+        """The gradient of x, back to the ranks of its rows."""
+        return exchange.start_sum(gradient, self.sizes, f"dense.rows.{self.number}.gradient")
+
+
+def _as_slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)
+
+
+class _InTurns(torch.autograd.Function):
+    """All turns forward, and all turns backward when the gradients of the outputs are there.
+
+    One node of the graph, so that the collectives of all turns have one order on all ranks. The gradient of a turn's rows is on its way
+    back while the next turn is computed. What the layers keep for backward is that of all rows, with every scheme.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, dense: DenseTurns, needs_gradient: bool, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.dense, ctx.parameters, ctx.turns = dense, parameters, []
+        outputs = [own.new_zeros(0, dense.layers.outputs)]
+        for turn in dense.gathered(own, dense.turns_of(len(own)), needs_gradient):
+            with torch.set_grad_enabled(needs_gradient):
+                output = dense.layers(turn.x)[turn.own]
+            outputs.append(output.detach())
+            if needs_gradient:
+                ctx.turns.append((turn, output))
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        trained = [p for p in ctx.parameters if p.requires_grad]
+        sums, waits = [torch.zeros_like(p) for p in trained], [ctx.dense.no_rows]
+        while ctx.turns:  # what a turn kept is freed behind it
+            turn, output = ctx.turns.pop(0)
+            of_rows, *of_parameters = torch.autograd.grad(output, [turn.x, *trained], gradient[turn.rows])
+            waits.append(turn.start_sum(ctx.dense.exchange, of_rows))
+            if sums:
+                torch._foreach_add_(sums, of_parameters)
+        by_parameter = dict(zip(trained, sums, strict=True))
+        return torch.cat([wait() for wait in waits]), None, None, *(by_parameter.get(p) for p in ctx.parameters)
+
+
+class Hybrid(Around):
+    """The gradients of the dense layers are complete behind backward; those of all other parameters are ZeRO's, of stage 1 or 2.
+
+    A reduction to the owners and the spreading of their weights send what an allreduce does. Each element of the training state has one
+    owner: of the dense layers the rank whose part it is in, of all else the one to which ZeRO's buckets give it. So norms over parameters,
+    noise and checkpoints count everything once.
+    """
+
+    calls_model = False  # without the other ranks
+
+    def __init__(
+        self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch, batch: int | None
+    ) -> None:
+        """batch: samples of a step, for the summary, where they are known."""
+        self._world, self._cuts = mesh.world, model.cuts()
+        updates = config.parallel.dense_updates
+        self._reduced = [p for _, p in named if p in self._cuts and updates == 1]  # else they have no gradient behind the last turn
+        stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
+        others = [(name, p) for name, p in named if p not in self._cuts]
+        super().__init__(Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False))
+        self._shards = {p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named}
+        self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/timed.py
+        often = f"; updated {updates} times a step" * (updates > 1)
+        self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"
+
+    def shard(self, p: torch.nn.Parameter) -> Shard:
+        return self._shards[p]
+
+    def part(self, p: torch.nn.Parameter) -> Shard:
+        return Shard(p, p, 0, p.numel(), self._cuts[p]) if p in self._cuts else self._within.part(p)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return total_over(self._world, x)
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+
+    def reduce(self) -> None:
+        super().reduce()
+        fill_missing(self._reduced)

@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
     communicator: Communicator
     layer: str  # its name in the model, of which the lasting names of its collectives are made
-    positions: Positions | None = None  # with sequence parallelism (sequence.py)
+    positions: Positions | None = None  # with sequence parallelism (layers.py)
     order: SameOrder | None = None  # in which these ranks compute layers
 
     def name_of(self, direction: str) -> str:
