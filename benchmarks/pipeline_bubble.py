@@ -31,10 +31,10 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, measured_seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import MicroBatch, Pipeline, Spent, measured_bubble
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, cost, formula, needs, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, measured_seconds, stages_of, units_of
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of, units_of
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2))
 SLEEP_S = 0.005  # of a rank's forward pass, and of each of the two gradients

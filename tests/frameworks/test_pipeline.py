@@ -16,10 +16,10 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, measured_seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import MicroBatch, Pipeline, Spent, measured_bubble
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, formula, of_stages, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Unit, measured_seconds, stages_of, tied_parameters, units_of
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Unit, stages_of, tied_parameters, units_of
 
 SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]
 

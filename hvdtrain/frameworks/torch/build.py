@@ -94,9 +94,9 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
 
     Raises UserError where the model does not say where it may be cut.
     """
-    from hvdtrain.frameworks.torch import unit_costs as measured  # torch.distributed.pipelining: half a second
+    from hvdtrain.frameworks.torch import layers  # torch.distributed.pipelining: half a second
 
-    return measured.unit_costs(config, task, samples)
+    return layers.unit_costs(config, task, samples)
 
 
 def replay(config: Config, task: Task, *job: Any) -> Arrays:

@@ -1,30 +1,47 @@
-"""Layers: the arrangement of ranks that have one model together, in stages of its layers, parts of each layer, or both."""
+"""Layers: the arrangement of ranks that have one model together, in stages of its layers, parts of each layer, or both; costs of units."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.pieces import Cut
 from hvdtrain.core.progress import Hyper
+from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.forward import Evaluated
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
+from hvdtrain.frameworks.torch.model import check_outputs, example, normed_model
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined, first_units
-from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units, planned_forms
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
+    agreed_seconds,
+    first_units,
+    operations_of,
+    own_seconds,
+    planned_first_units,
+    refuse_changed_buffers,
+    samples_of_pass,
+)
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import planned_forms
+from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import UnitCost
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, order_of_layers, outputs_of, plan_of
+from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step import Passes
+from hvdtrain.tasks.task import Task
 
 
 class Layers(Arrangement):
@@ -135,3 +152,28 @@ class PipelinePasses(Passes):
             return found
         apart = mesh.world.size // mesh.pipe.size  # of the ranks of a pipeline
         return found._replace(waits_for=mesh.world.rank + (found.waits_for - mesh.pipe.rank) * apart)
+
+
+def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
+    """Costs of the units of the job's model, with `samples` samples, in this process. Raises UserError for a model that a pipeline refuses.
+
+    Computes with as many threads as a rank has where all ranks that have the model share this machine.
+    """
+    alone, threads = SingleProcessCommunicator(), torch.get_num_threads()
+    device = pick_device(config, alone)
+    precision = pick_precision(config, device, alone)
+    torch.manual_seed(fold(config.seed) & (2**63 - 1))
+    model = normed_model(config, task, alone).to(device=device, dtype=precision.weights)
+    like = torch.empty(0, dtype=precision.weights, device=device)
+    check_outputs(model, config, task, like)
+    where = config.where("parallel.pipeline")
+    units = units_of(model, where)
+    refuse_changed_buffers(model, example(2, config, task, like), where)
+    operations = operations_of(units, model, example(samples, config, task, like), where)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, threads // config.parallel.ranks))
+    try:
+        seconds = own_seconds(units, example(samples, config, task, like), precision.autocast)
+    finally:
+        torch.set_num_threads(threads)
+    return [UnitCost(unit.name, flops, each) for unit, flops, each in zip(units, operations, seconds, strict=True)]

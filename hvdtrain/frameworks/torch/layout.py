@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.layout import Held, Layout, Row, Way, size
 from hvdtrain.frameworks.torch.model import checked_model, example
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator

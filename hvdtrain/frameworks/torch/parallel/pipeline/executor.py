@@ -19,7 +19,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.frameworks.learner import TimedPass, UnderWay
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Tied
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
 
 AHEAD = 2  # passes for which a rank is ready to receive while it makes another one
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -277,9 +277,16 @@ class _Form(NamedTuple):
         return torch.empty((samples, *self.shape), dtype=self.dtype)
 
 
-def form_of(outputs: Any) -> np.ndarray:
-    """What a stage sends before its first outputs."""
-    return _Form.of(outputs).numbers()
+@torch.no_grad()
+def planned_forms(model: torch.nn.Module, first: Sequence[int], x: torch.Tensor, autocast: Autocast) -> dict[str, np.ndarray]:
+    """By name the messages that tell a stage what shape comes to it."""
+    found = {}
+    for number, unit in enumerate(units_of(model, "parallel.pipeline")):
+        if number in first[1:]:
+            found[f"pipeline.{list(first).index(number)}.form"] = _Form.of(x).numbers()
+        with autocast(x.device):
+            x = unit.call(x)
+    return found
 
 
 def _tag(stage: int, *, backward: bool = False) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from hvdtrain.errors import UserError, first_line
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
+from hvdtrain.errors import UserError
+
+Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # in which layers compute
 
 
 class Unit(NamedTuple):
@@ -83,45 +82,3 @@ def tied_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[Tied]:
         for name, p in model.named_parameters()
     ]
     return [Tied(name, p, used) for name, p, used in users if len(used) > 1]
-
-
-def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
-    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of `repeats`, after one that is not counted.
-
-    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before. Raises UserError for a unit that fails.
-    """
-    found = []
-    with torch.random.fork_rng(), copied_buffers(Stage(units)):
-        for unit in units:
-            try:
-                passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
-            except Exception as error:  # of the user's model
-                what = f"unit {unit.name} fails while it is timed: {type(error).__name__}: {first_line(error)}"
-                raise UserError(
-                    what, "parallel.balance", "units that train each by itself; a job with parallel.balance=operations"
-                ) from error
-            measured = [seconds for seconds, _ in passes[1:]]
-            found.append(Seconds(min(each.forward for each in measured), min(each.backward for each in measured)))
-            x = passes[-1][1]
-    return found
-
-
-def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
-    """And the outputs."""
-    leaf = x.detach().requires_grad_(x.is_floating_point())
-    x = leaf.clone()  # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass takes
-    start = _now(x)
-    outputs = unit.call(x)
-    middle = _now(x)
-    inputs = [p for p in (leaf, *Stage([unit]).parameters()) if p.requires_grad]
-    differentiable = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
-    if inputs and differentiable:
-        torch.autograd.grad(differentiable, inputs, [torch.ones_like(y) for y in differentiable], allow_unused=True)
-    return Seconds(middle - start, _now(x) - middle), outputs
-
-
-def _now(x: torch.Tensor) -> float:
-    """Seconds, when the device has done what it was given."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()
