@@ -30,7 +30,7 @@ from blocks import spread
 from step import device_name
 from torch.nn import functional
 
-from hvdtrain.frameworks.torch import allocator
+from hvdtrain.frameworks.torch.device import keep_freed_memory
 from hvdtrain.frameworks.torch.model import recompute_blocks
 from hvdtrain.frameworks.torch.models import gpt
 
@@ -103,7 +103,7 @@ def tensors(step: Step) -> dict[str, float]:
 def process(sizes: dict[str, int], which: str, keeps: bool) -> float:
     """MB of the largest resident memory of three steps, above that before them."""
     if keeps:
-        allocator.keep()
+        keep_freed_memory()
     Step(sizes | {"layers": 1, "context": 8, "batch": 1}, which)()  # loads libraries: 100 MB
     before = status("VmRSS")
     step = Step(sizes, which)

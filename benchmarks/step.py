@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.frameworks.torch import allocator
+from hvdtrain.frameworks.torch.device import keep_freed_memory
 from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
 from hvdtrain.frameworks.torch.precision import is_built_for_bf16
 from hvdtrain.training.health.signals import Signals
@@ -154,7 +154,7 @@ def compare(blocks: dict[str, Callable[[int], float]], batch: int, rounds: int, 
     """images/s of each loop, and the ratios to "textbook" and "by hand" within a round; each round starts with another loop."""
 
     def block(name: str, steps: int) -> float:
-        allocator.keep(name not in REFERENCES)  # a setting of the whole process
+        keep_freed_memory(name not in REFERENCES)  # a setting of the whole process
         return blocks[name](steps)
 
     times = in_turn({name: functools.partial(block, name) for name in blocks}, rounds, steps)

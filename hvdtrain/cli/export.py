@@ -99,9 +99,9 @@ def _write(to: Path, weights: Arrays, fields: dict[str, str]) -> int:
     try:
         with Folder.open(to.parent) as folder, folder.replacing(to.name) as file:
             if to.suffix == ".pt":
-                from hvdtrain.frameworks.torch import export as torch_export
+                from hvdtrain.frameworks.torch.state import save_state_dict
 
-                torch_export.save(weights, file)
+                save_state_dict(weights, file)
             else:
                 write_arrays(file, weights, fields)
             return file.tell()

@@ -21,7 +21,7 @@ Makers = Mapping[str, Given]  # by section
 def given_model(model: Any) -> Given:
     """A torch module, a pair (init, apply) of JAX, or a function without a name to import. Raises UserError for all else."""
     if is_torch_module(model):
-        from hvdtrain.frameworks.torch.given_model import GivenModel
+        from hvdtrain.frameworks.torch.model import GivenModel
 
         given = GivenModel(model)
         return Given(name_of(model), given, {"model": model}, given.take)

@@ -7,12 +7,12 @@ import ctypes
 import pytest
 from ranks import python
 
-from hvdtrain.frameworks.torch import allocator
+from hvdtrain.frameworks.torch.device import SETTINGS_OF_GLIBC, keep_freed_memory, return_large_memory
 
 CODE = """
 import resource, sys, torch
-from hvdtrain.frameworks.torch import allocator
-kept = allocator.keep(sys.argv[1] == "keep")
+from hvdtrain.frameworks.torch.device import keep_freed_memory, return_large_memory
+kept = keep_freed_memory(sys.argv[1] == "keep")
 def work():
     [torch.ones(12_000_000) for _ in range(3)]  # 48 MB each: more than glibc ever keeps by itself
 for _ in range(10):
@@ -35,10 +35,10 @@ def test_freed_memory_is_reused() -> None:
 
 HOLES = """
 import sys, torch
-from hvdtrain.frameworks.torch import allocator
+from hvdtrain.frameworks.torch.device import keep_freed_memory, return_large_memory
 def data_kb():
     return int(open("/proc/self/status").read().split("VmData:")[1].split()[0])
-assert allocator.return_large() if sys.argv[1] == "return" else allocator.keep()
+assert return_large_memory() if sys.argv[1] == "return" else keep_freed_memory()
 kept, before = [], data_kb()
 for i in range(20):
     weights = torch.ones(3_000_000 + 300_000 * i)  # 12 MB and more: no hole is large enough for the next one
@@ -55,7 +55,7 @@ def test_large_memory_leaves_no_holes() -> None:
     assert grown_mb["return"] < 20 and grown_mb["keep"] > 30, grown_mb
 
 
-@pytest.mark.parametrize("name", allocator.ENVIRONMENT)
+@pytest.mark.parametrize("name", SETTINGS_OF_GLIBC)
 def test_settings_in_the_environment_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1000000")
-    assert not allocator.keep() and not allocator.return_large()
+    assert not keep_freed_memory() and not return_large_memory()

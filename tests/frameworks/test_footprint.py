@@ -17,7 +17,7 @@ from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
-from hvdtrain.frameworks.torch.live_storages import LiveStorages
+from hvdtrain.frameworks.torch.predict_memory import LiveStorages
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.training.job_memory import forget_peak, resident_bytes

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.torch.gradients import Meter, any_nonfinite, clip_, zero_where
 from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.frameworks.torch.precision import LossScale
+from hvdtrain.frameworks.torch.step import Meter, any_nonfinite, clip_, zero_where
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 
 SCALED = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hvdtrain.core.metrics import add_sums
-from hvdtrain.frameworks.torch.gradients import add_noise_
 from hvdtrain.frameworks.torch.parallel.strategy import Shard
+from hvdtrain.frameworks.torch.step import add_noise_
 from hvdtrain.optim.clipping import clip
 from hvdtrain.recipe.gradient_noise import noise_variance, sample_weights
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums

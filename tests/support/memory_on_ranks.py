@@ -20,8 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.source import Field
 from hvdtrain.frameworks.footprint import PlannedStep
-from hvdtrain.frameworks.torch.live_storages import LiveStorages
-from hvdtrain.frameworks.torch.predict_memory import mark, planned_work
+from hvdtrain.frameworks.torch.predict_memory import LiveStorages, mark, planned_work
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task

@@ -21,7 +21,7 @@ from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.torch.buffers import Buffers
+from hvdtrain.frameworks.torch.norm.buffers import Buffers
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 

@@ -10,12 +10,12 @@ from hvdtrain.data.images.views import make_views
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.forward import Forward, TrainingModel
-from hvdtrain.frameworks.torch.gradients import Meter, NoMeter
 from hvdtrain.frameworks.torch.inputs import Inputs, use_channels_last
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
 from hvdtrain.frameworks.torch.precision import loss_scale
+from hvdtrain.frameworks.torch.step import Meter, NoMeter
 from hvdtrain.tasks.task import Place, part_of
 
 

@@ -20,16 +20,15 @@ from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.threads import fair_threads
-from hvdtrain.frameworks.torch import allocator
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.compile import check_compiler
-from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
-from hvdtrain.frameworks.torch.device import check_shared, pick_device
+from hvdtrain.frameworks.torch.device import check_shared, keep_freed_memory, pick_device, return_large_memory
 from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.timed import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
+from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 
@@ -68,7 +67,7 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
         gpus = Cuda() if device.type == "cuda" else None
         cast(Any, communicator).use_gpus(gpus, config.comm.device_memory, config.where("comm.device_memory"))
     if device.type == "cpu":
-        allocator.return_large() if config.shard.stage == 3 else allocator.keep()
+        return_large_memory() if config.shard.stage == 3 else keep_freed_memory()
     return device
 
 

@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.data.images.views import Views
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import SplitLogits
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.tasks.task import Part, Task

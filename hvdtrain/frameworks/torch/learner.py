@@ -28,23 +28,21 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, global_weight
 from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
-from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary
 from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, first_of
-from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, zero_where
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.model import first_samples_of
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.norm.buffers import Buffers, copied_buffers
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import Scale
-from hvdtrain.frameworks.torch.profiler import profile
 from hvdtrain.frameworks.torch.sampling import continue_sequences
 from hvdtrain.frameworks.torch.state import LearnerState, averaged
-from hvdtrain.frameworks.torch.step import Passes, Update
+from hvdtrain.frameworks.torch.step import Meter, NoMeter, Passes, Update, zero_where
+from hvdtrain.frameworks.torch.stopwatch import profile
 
 
 @dataclass(eq=False)

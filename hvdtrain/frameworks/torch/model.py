@@ -1,12 +1,13 @@
-"""The torch model that model.name means, with its norms and first weights; and the check that it gives what the task needs."""
+"""The torch model that model.name means, or a script gives; its norms and first weights; the check that it gives what the task needs."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import is_grad_enabled, nn
@@ -15,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch.forward import first_of
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.tasks.functions.loss import OwnLoss
@@ -202,3 +204,39 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first computation and the second one run in."""
     return contextlib.nullcontext(), copied_buffers(block)
+
+
+class Trained(Protocol):
+    """What a script's own model takes from a learner."""
+
+    model: torch.nn.Module
+
+    def weights(self) -> Arrays: ...
+
+
+class GivenModel:
+    """Makes the model of a job from one that a script gives: a copy is trained, whose weights become the script's model's at the end.
+
+    The script's own stays as it is until take(): hooks, norms and parts of a job are the copy's.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> torch.nn.Module:
+        """Raises UserError where the model cannot be copied."""
+        try:
+            return copy.deepcopy(self.model)
+        except Exception as error:
+            what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
+            raise UserError(what, "hvdtrain.train(), model", "a class or function that makes the model") from error
+
+    def take(self, learner: Trained) -> None:
+        """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
+        arrays = learner.weights()
+        state = {
+            name: torch.from_numpy(arrays[name]) if name in arrays else value  # a module's extra state is no array
+            for name, value in learner.model.state_dict().items()
+        }
+        self.model.load_state_dict(state)
+        self.model.train(learner.model.training)

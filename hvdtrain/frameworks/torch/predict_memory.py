@@ -4,13 +4,16 @@ computed and what is sent are counted."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.features import Feature
@@ -18,21 +21,21 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError, first_line
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
-from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+from hvdtrain.frameworks.footprint import KINDS, Footprint, PlannedStep, PlannedWork
+from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble
-from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.flops import FlopCounter
 from hvdtrain.frameworks.torch.learner import TorchLearner
-from hvdtrain.frameworks.torch.live_storages import LiveStorages
 from hvdtrain.frameworks.torch.parallel.timed import timed_mesh
 from hvdtrain.frameworks.torch.planned_communicator import planned_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 _PASSES = 2  # of a step that has more: the second one adds to the gradients of the first, as all others do
 _FUSION_MB = 4.0  # as comm.fusion_mb says
+KIND_OF_PHASE = {"forward": "activations", "backward": "activations", "communication": "communication", "update": "workspace"}
 
 
 def predict(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
@@ -77,31 +80,6 @@ def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1 or comm.reduce == "bucket"
     needs_buckets |= config.parallel.cuts
     return ranks > 1 and "horovod_api" in features and not config.shard.stage and not needs_buckets
-
-
-@contextmanager
-def _side_effects_undone() -> Iterator[None]:
-    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict() raises it."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        log.setLevel(level)
-
-
-class _CopiedWithoutNumbers(TorchFunctionMode):
-    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would copy its numbers into one without."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if function is not torch.Tensor.__deepcopy__:
-            return function(*arguments, **(options or {}))
-        tensor, memo = arguments
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.clone()
-        return memo[id(tensor)]
 
 
 def _count(
@@ -191,6 +169,138 @@ def copies_bytes(learner: TorchLearner) -> int:
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
     return state_bytes(learner) + 3 * parts * learner.is_sharded
+
+
+@contextmanager
+def _side_effects_undone() -> Iterator[None]:
+    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict() raises it."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+class _CopiedWithoutNumbers(TorchFunctionMode):
+    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would copy its numbers into one without."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is not torch.Tensor.__deepcopy__:
+            return function(*arguments, **(options or {}))
+        tensor, memo = arguments
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.clone()
+        return memo[id(tensor)]
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts each storage once, from the operation that returns it to its end. It is the stopwatch too, which tells it the phase.
+
+    What an operation of torch allocates and frees within itself is not seen. Inside of a FakeTensorMode nothing is allocated.
+
+    FSDP2 frees whole weights by resizing their storages to nothing, which is not an operation, and later back. reset_peak() finds those
+    that have been freed; from then on one that has memory again counts from the operation that fills it, until its size is nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = dict.fromkeys(KINDS, 0)  # bytes
+        self.peak = dict(self.now)  # of each kind when their sum was largest
+        self.peak_bytes = 0  # that sum
+        self._bytes = 0
+        self._live: dict[int, tuple[str, int, Any]] = {}  # by number: kind, bytes, a reference that tells the end
+        self._number_of: dict[int, int] = {}  # of a storage, by its address, which another one may have later
+        self._numbers = 0
+        self._whole = set[int]()  # numbers of the storages that were resized, and have memory
+        self._kind = "workspace"
+
+    def reset_peak(self) -> None:
+        self._read_sizes(list(self._live))
+        self.peak, self.peak_bytes = dict(self.now), self._bytes
+
+    def mark(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
+        """These are of a kind, also those that were made before."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._count(_storage(tensor), kind, remark=True)
+
+    def enter(self, phase: str) -> None:
+        self._kind = KIND_OF_PHASE.get(phase, "workspace")
+
+    def read(self) -> list[PhaseTimes]:
+        return []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._read_sizes(list(self._whole))
+        if func.namespace == "fsdp":
+            self.mark(_in_transit(func, args, kwargs or {}), "communication")
+        for leaf in tree_leaves((result, (kwargs or {}).get("out"))):
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+                self._count(_storage(leaf), self._kind, remark=False)
+        return result
+
+    def _read_sizes(self, numbers: list[int]) -> None:
+        for number in numbers:
+            known = self._live.get(number)
+            alive = known and known[2].peek()
+            if alive:
+                self._has_size(number, alive[0].nbytes())
+
+    def _has_size(self, number: int, size: int) -> None:
+        """A storage whose size has changed has whole weights of FSDP2."""
+        kind, before, reference = self._live[number]
+        if size != before:
+            self._add(kind, -before)
+            self._live[number] = "weights", size, reference
+            self._add("weights", size)
+            (self._whole.add if size else self._whole.discard)(number)
+
+    def _count(self, storage: torch.UntypedStorage, kind: str, *, remark: bool) -> None:
+        key = storage._cdata
+        known = self._live.get(self._number_of.get(key, -1))
+        if known is not None and (not remark or known[0] == kind):
+            self._has_size(self._number_of[key], storage.nbytes())
+            return
+        if known is not None:
+            number, (before, size, reference) = self._number_of[key], known
+            self._add(before, -size)
+        else:
+            number, size = self._numbers, storage.nbytes()
+            self._numbers += 1
+            self._number_of[key] = number
+            reference = weakref.finalize(storage, self._end, key, number)
+            reference.atexit = False
+        self._live[number] = kind, size, reference
+        self._add(kind, size)
+
+    def _add(self, kind: str, size: int) -> None:
+        self.now[kind] += size
+        self._bytes += size
+        if self._bytes > self.peak_bytes:
+            self.peak, self.peak_bytes = dict(self.now), self._bytes
+
+    def _end(self, key: int, number: int) -> None:
+        kind, size, _ = self._live.pop(number)
+        self._add(kind, -size)
+        self._whole.discard(number)
+        if self._number_of.get(key) == number:
+            del self._number_of[key]
+
+
+def _in_transit(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The buffer that an operation of FSDP2 fills before a collective: of an all-gather, of a reduce-scatter."""
+    if func is torch.ops.fsdp.all_gather_copy_in.default:
+        return [args[1]]
+    return [kwargs["out"]] if func is torch.ops.fsdp.chunk_cat.default else []
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; of a DTensor the memory of this rank."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 class _FakeStorages(LiveStorages):

@@ -20,7 +20,6 @@ from hvdtrain.core.updates import WorkerUpdate
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.assemble import assemble
-from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.model import normed_model
@@ -30,6 +29,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, NO
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes

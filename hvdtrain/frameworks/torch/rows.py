@@ -1,15 +1,21 @@
-"""Rows: the arrangement of shard.stage=3, in which each rank has its rows of every weight."""
+"""Rows: the arrangement of shard.stage=3, in which each rank has its rows of every weight; of ranks that are planned, too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
+from hvdtrain.comm.communicator import Communicator, Op
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.process_group import start_process_group
+from hvdtrain.comm.process_group import CommunicatorGroup, start_process_group
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.deferred import make_deferred
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.fsdp import ShardedModel, device_mesh, shard_model
@@ -48,7 +54,6 @@ class Rows(Arrangement):
         return sharded
 
     def _planned(self, features: frozenset[Feature]) -> ShardedModel:
-        from hvdtrain.frameworks.torch.planned_mesh import PlannedMesh
 
         config, mesh, device, precision = self.making.config, self.making.mesh, self.making.device, self.making.precision
         with unset_fake_temporarily():  # torch reads the numbers of ranks
@@ -67,3 +72,39 @@ class Rows(Arrangement):
         if config.parallel.ranks == 1:
             return found
         return Divided(found, mesh, [p for _, p in named], dict(self._sharded.cuts), None, config.parallel.sequence)
+
+
+class PlannedMesh(DeviceMesh):
+    """Rank 0 of the ranks of a communicator. It needs no default process group, of which a process has one at most: that of its job."""
+
+    def __init__(self, communicator: Communicator, features: frozenset[Feature]) -> None:
+        """features: of the engine; where it has process groups of its own, collectives copy nothing beside FSDP2's buffers."""
+        ranks = list(range(communicator.size))
+        if "_rank" in signature(DeviceMesh.__init__).parameters:
+            as_rank: dict[str, Any] = {"_rank": 0}
+            super().__init__("cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, **as_rank)
+        else:  # torch 2.9 asks the default process group for the rank
+            plain: Any = self
+            plain.device_type, plain.mesh, plain.mesh_dim_names = "cpu", torch.tensor(ranks, dtype=torch.int), ("shard",)
+            plain._flatten_mesh_list, plain._thread_id, plain._coordinate_on_dim = tuple(ranks), None, [0]
+        self._group = (_NothingCopied if "ddp" in features else CommunicatorGroup)(communicator, "planned")
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        return self._group
+
+
+class _NothingCopied(CommunicatorGroup):
+    """Stands for a group of torch's own, which reads and writes FSDP2's buffers in place."""
+
+    def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
+    def _start_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+        return _nothing
+
+    def _start_allreduce(self, tensor: torch.Tensor, op: Op, divisor: int) -> Callable[[], None]:
+        return _nothing
+
+
+def _nothing() -> None:
+    pass

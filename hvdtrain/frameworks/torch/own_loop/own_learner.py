@@ -25,18 +25,27 @@ from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.assemble import arrangement_of
-from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.compile import check_compiler, compile_summary, keep_gradients
 from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, seed_dropout
-from hvdtrain.frameworks.torch.gradients import one_or_nan
+from hvdtrain.frameworks.torch.norm.buffers import Buffers
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
-from hvdtrain.frameworks.torch.own_loop.given_precision import ScaleOfLoss, compute_in, give_type, is_asked, precision_of
-from hvdtrain.frameworks.torch.own_loop.in_stages import InStages
-from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import WHERE, GivenScale, PreparedOptimizer, Scaled, take_optimizer
+from hvdtrain.frameworks.torch.own_loop.prepared import (
+    WHERE,
+    GivenScale,
+    InStages,
+    PreparedOptimizer,
+    Scaled,
+    ScaleOfLoss,
+    compute_in,
+    give_type,
+    precision_is_asked,
+    precision_of,
+    take_optimizer,
+)
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.state import LearnerState
-from hvdtrain.frameworks.torch.step import Update
+from hvdtrain.frameworks.torch.step import Update, one_or_nan
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class OwnLearner:
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
         _check_gradients(uncompiled(model))
         self.precision = precision_of(config, uncompiled(model), self.device, mesh.world)
-        self._sample_type = self.precision.weights if is_asked(config) else None
+        self._sample_type = self.precision.weights if precision_is_asked(config) else None
         check_given(config, model, optimizer, self.device)
         if self._sample_type is not None:
             give_type(uncompiled(model), optimizer, self.precision.weights)
@@ -341,7 +350,7 @@ def check_given(config: Config, model: torch.nn.Module, optimizer: torch.optim.O
         fix = f"torch.compile() of the layers inside, or {instead}"
         raise UserError(f"a compiled model would keep whole weights, which {how} cuts", WHERE, fix)
     types = {p.dtype for p in model.parameters()}
-    if is_cut and len(types) > 1 and not is_asked(config):
+    if is_cut and len(types) > 1 and not precision_is_asked(config):
         what = f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers those of one type"
         raise UserError(what, WHERE, f"model.to(torch.float32), and torch.autocast for what computes in 16 bits; or {instead}")
     if config.speed.compile != "none" and hasattr(model, "_orig_mod"):

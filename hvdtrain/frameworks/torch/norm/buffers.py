@@ -1,8 +1,12 @@
-"""A model's buffers, of every dtype: saved before a step and restored where it is left out, and made equal on all ranks."""
+"""A model's buffers: saved before a step and restored where it is left out, made equal on all ranks, or copied for a forward pass."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor, nn
 
 from hvdtrain.comm.communicator import Communicator, Handle
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
@@ -64,3 +68,17 @@ class Buffers:
         if handle:
             means = handle.wait().to(self._device).split([b.numel() for b in running])
             torch._foreach_copy_(running, [mean.view_as(b) for b, mean in zip(running, means, strict=True)])
+
+
+@contextlib.contextmanager
+def copied_buffers(block: nn.Module) -> Iterator[None]:
+    """Inside, the block has copies of its buffers: the running statistics of its norms have been updated already."""
+    tables: list[dict[str, Tensor | None]] = [module._buffers for module in block.modules() if module._buffers]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update({name: None if buffer is None else buffer.detach().clone() for name, buffer in table.items()})
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, before, strict=True):
+            table.update(own)
