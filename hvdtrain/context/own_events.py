@@ -14,19 +14,13 @@ from hvdtrain.errors import DONE
 from hvdtrain.events import redaction
 from hvdtrain.training.checkpoint.changes import PLACE, flat
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.summary import SCHEMA
-from hvdtrain.version import __version__
+from hvdtrain.training.summary import fields_of_ranks, lines_of_ranks
 
 
 def start_fields(communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
     """Fields of the event "start", those that do not change."""
     return {
-        "engine": communicator.name,
-        "schema": SCHEMA,
-        "version": __version__,
-        "ranks": communicator.size,
-        "hosts": sorted(set(hosts)),
-        "host_of_rank": hosts,
+        **fields_of_ranks(stream.config, communicator.name, hosts),
         "framework": "torch",
         "model": model,
         "samples": stream.order.dataset,
@@ -42,10 +36,8 @@ def start_fields(communicator: Communicator, hosts: list[str], model: str, strea
 
 def header(fields: dict[str, Any], reason: str, stream: SampleStream, run: Path | None, now: TrainState, notes: list[str]) -> list[str]:
     """What will run, for people."""
-    hosts = fields["host_of_rank"]
-    where = ", ".join(f"{host} x {hosts.count(host)}" for host in fields["hosts"])
     lines = [
-        f"ranks   {fields['ranks']} ({where}), engine {fields['engine']}: {reason}",
+        *lines_of_ranks(stream.config, fields["engine"], fields["host_of_rank"], reason),
         f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed {stream.order.seed}",
         f"batch   {stream.batch} over all ranks, for {stream.total / stream.order.dataset:g} epochs",
         f"model   {fields['model']}",

@@ -46,14 +46,8 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
         start.train_state.progress.step,
         lines=header(job, start, engine_reason),
         digest=start.digest,
-        engine=job.communicator.name,
+        **fields_of_ranks(job.config, job.communicator.name, job.hosts),
         parameters=start.weights,
-        schema=SCHEMA,
-        version=__version__,
-        ranks=job.communicator.size,
-        hosts=sorted(set(job.hosts)),
-        host_of_rank=job.hosts,
-        **{name: field for feature in FEATURES for name, field in feature.start_fields(job.config, job.communicator.size).items()},
         framework=job.config.framework,
         model=f"{job.config.model.name}: {job.learner.describe()}",
         device=_device(job.learner.gpu()),
@@ -97,9 +91,22 @@ def _ranks_of_hosts(hosts: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(ranks) - _MOST_HOSTS:,} more hosts" if len(ranks) > _MOST_HOSTS else "")
 
 
+def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, Any]:
+    """Fields of the event "start", of the trainer and of a script's own loop; hosts: of each rank."""
+    of_features = [field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()]
+    whole = {"engine": engine, "schema": SCHEMA, "version": __version__, "ranks": len(hosts), "hosts": sorted(set(hosts))}
+    return {**whole, "host_of_rank": hosts, **dict(of_features)}
+
+
+def lines_of_ranks(config: Config, engine: str, hosts: Sequence[str], engine_reason: str) -> list[str]:
+    """First lines of the header, of the trainer and of a script's own loop; engine_reason: why the communicator is this one."""
+    of_features = [line for feature in FEATURES for line in feature.ranks_lines(config, hosts)]
+    return [f"ranks   {len(hosts)} ({_ranks_of_hosts(hosts)}), engine {engine}: {engine_reason}", *of_features]
+
+
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
-    config, ranks, readers = job.config, job.communicator.size, job.config.readers(job.communicator.size)
+    config, readers = job.config, job.config.readers(job.communicator.size)
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
@@ -110,8 +117,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     at_first = " at first" if job.recipe.batch.to else ""
     divided = f"over all {reader}s, {_share(config.batch.size, readers)} on each{at_first}"
     lines = [
-        f"ranks   {ranks} ({_ranks_of_hosts(job.hosts)}), engine {job.communicator.name}: {engine_reason}",
-        *(line for feature in FEATURES for line in feature.ranks_lines(config, job.hosts)),
+        *lines_of_ranks(config, job.communicator.name, job.hosts, engine_reason),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
         f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
         *inputs_lines(job.task, config),

@@ -266,6 +266,9 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         assert_near(result, clipped)
     assert [len(result["losses"]) for result in found[-3:]] == [4, 4, 4]
     assert_near(found[-1], whole)
+    starts = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines() if '"start"' in line]
+    assert [start["mesh"]["tensor"] for start in starts] == [2, 1, 1] and [start["mesh"]["pipeline"] for start in starts] == [1, 2, 1]
+    assert ["mesh    1 data x 2 tensor" in start["lines"] for start in starts] == [True, False, False], "the header is the trainer's"
     assert max(abs(a - b) for a, b in zip(whole["losses"], clipped["losses"], strict=True)) > 1e-3
 
 
