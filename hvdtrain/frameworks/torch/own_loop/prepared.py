@@ -118,100 +118,6 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
         raise UserError("the model has no parameter to train", WHERE, "a model with parameters whose requires_grad is true")
 
 
-class Scaled(NamedTuple):
-    """What GradScaler.step() gives an optimizer that says _step_supports_amp_scaling."""
-
-    found_inf: torch.Tensor  # above 0 where a gradient is not finite
-    scale: torch.Tensor | None  # of the gradients; None after GradScaler.unscale_()
-
-
-class GivenScale(Scale):
-    """The scale of a script's GradScaler. All ranks have the same gradients, so their scalers find the same overflows."""
-
-    def __init__(self, is_sharded: bool) -> None:
-        """is_sharded: this rank has only parts of the gradients."""
-        super().__init__()
-        self.scaled: Scaled | None = None  # of this step
-        self._is_sharded, self._in_a_row = is_sharded, 0  # overflows, in each of which the scale is halved
-
-    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Raises UserError where this rank has only parts of the gradients."""
-        if self.scaled is None:
-            return
-        if self._is_sharded:
-            what = "a GradScaler sees this rank's part of the gradients alone: ranks would scale by different numbers"
-            raise UserError(
-                what, "scaler.step(optimizer)", "shard.stage=0; or bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
-            )
-        if self.scaled.scale is not None:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self.scaled.scale.reciprocal())
-
-    def update(self, bad: torch.Tensor) -> bool:
-        """Scale.update(), for which the host waits for the device, in each step of a scaler."""
-        if self.scaled is None:
-            return False
-        self._in_a_row = self._in_a_row + 1 if bool(bad | (self.scaled.found_inf > 0)) else 0
-        return 0 < self._in_a_row <= MOST
-
-
-def precision_of(config: Config, model: torch.nn.Module, device: torch.device, communicator: Communicator) -> Precision:
-    """What speed.precision asks for; where the script does not set it, the model stays as it is. Every rank calls it."""
-    if precision_is_asked(config):
-        return pick_precision(config, device, communicator)
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    return Precision(dtype, None, str(dtype).removeprefix("torch."))
-
-
-def precision_is_asked(config: Config) -> bool:
-    """Whether the script sets speed.precision."""
-    return config.origin("speed.precision") != DEFAULT
-
-
-def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Makes weights, buffers and what the optimizer's constructor has made of that type; parameters stay the same objects."""
-    model.to(dtype)
-    for state in optimizer.state.values():
-        state |= {key: t.to(dtype) for key, t in state.items() if key != "step" and torch.is_tensor(t) and t.is_floating_point()}
-
-
-def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
-    """From here on each call of the model is under autocast, and its outputs are of the weights' type."""
-    if precision.layers is None:
-        return
-    entered: list[AbstractContextManager[Any]] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(precision.autocast(device))
-        entered[-1].__enter__()
-
-    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-        entered.pop().__exit__(None, None, None)
-        return None if outputs is None else in_type(outputs, precision.weights)  # None: the call has failed
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
-
-
-class ScaleOfLoss(LossScale):
-    """The loss scale of speed.precision=fp16 in a script's own loop, which may look at p.grad before the step: it is divided out behind
-    the backward pass.
-    """
-
-    def divide_out(self, parameters: list[torch.nn.Parameter]) -> None:
-        """LossScale.unscale_(), at once."""
-        super().unscale_(parameters)
-
-    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Nothing: divide_out() was called."""
-
-
-class _Inputs(BaseException):
-    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked for."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
 class InStages(torch.nn.Module):
     """Within ctx.accumulate(loss_of) a call of the model ends on the first stage, which wanted its inputs, and gives the outputs on the
     last. Elsewhere, without gradients, it is a collective of the ranks of a pipeline, and gives the outputs on all of them.
@@ -284,6 +190,13 @@ class InStages(torch.nn.Module):
         return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(x.device)  # the others give zeros
 
 
+class _Inputs(BaseException):
+    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked for."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
 def _nothing(phase: str) -> None:
     """Phases of a step are not timed here."""
 
@@ -291,3 +204,90 @@ def _nothing(phase: str) -> None:
 def _refuse(outputs: Any) -> NoReturn:
     what = f"the model gives a {type(outputs).__name__}; what the last stage sends to the others is one tensor"
     raise UserError(what, _WHERE_CALLED, "a model whose output is a tensor")
+
+
+def precision_of(config: Config, model: torch.nn.Module, device: torch.device, communicator: Communicator) -> Precision:
+    """What speed.precision asks for; where the script does not set it, the model stays as it is. Every rank calls it."""
+    if precision_is_asked(config):
+        return pick_precision(config, device, communicator)
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    return Precision(dtype, None, str(dtype).removeprefix("torch."))
+
+
+def precision_is_asked(config: Config) -> bool:
+    """Whether the script sets speed.precision."""
+    return config.origin("speed.precision") != DEFAULT
+
+
+def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Makes weights, buffers and what the optimizer's constructor has made of that type; parameters stay the same objects."""
+    model.to(dtype)
+    for state in optimizer.state.values():
+        state |= {key: t.to(dtype) for key, t in state.items() if key != "step" and torch.is_tensor(t) and t.is_floating_point()}
+
+
+def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
+    """From here on each call of the model is under autocast, and its outputs are of the weights' type."""
+    if precision.layers is None:
+        return
+    entered: list[AbstractContextManager[Any]] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(precision.autocast(device))
+        entered[-1].__enter__()
+
+    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+        entered.pop().__exit__(None, None, None)
+        return None if outputs is None else in_type(outputs, precision.weights)  # None: the call has failed
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+class Scaled(NamedTuple):
+    """What GradScaler.step() gives an optimizer that says _step_supports_amp_scaling."""
+
+    found_inf: torch.Tensor  # above 0 where a gradient is not finite
+    scale: torch.Tensor | None  # of the gradients; None after GradScaler.unscale_()
+
+
+class GivenScale(Scale):
+    """The scale of a script's GradScaler. All ranks have the same gradients, so their scalers find the same overflows."""
+
+    def __init__(self, is_sharded: bool) -> None:
+        """is_sharded: this rank has only parts of the gradients."""
+        super().__init__()
+        self.scaled: Scaled | None = None  # of this step
+        self._is_sharded, self._in_a_row = is_sharded, 0  # overflows, in each of which the scale is halved
+
+    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Raises UserError where this rank has only parts of the gradients."""
+        if self.scaled is None:
+            return
+        if self._is_sharded:
+            what = "a GradScaler sees this rank's part of the gradients alone: ranks would scale by different numbers"
+            raise UserError(
+                what, "scaler.step(optimizer)", "shard.stage=0; or bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
+            )
+        if self.scaled.scale is not None:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self.scaled.scale.reciprocal())
+
+    def update(self, bad: torch.Tensor) -> bool:
+        """Scale.update(), for which the host waits for the device, in each step of a scaler."""
+        if self.scaled is None:
+            return False
+        self._in_a_row = self._in_a_row + 1 if bool(bad | (self.scaled.found_inf > 0)) else 0
+        return 0 < self._in_a_row <= MOST
+
+
+class ScaleOfLoss(LossScale):
+    """The loss scale of speed.precision=fp16 in a script's own loop, which may look at p.grad before the step: it is divided out behind
+    the backward pass.
+    """
+
+    def divide_out(self, parameters: list[torch.nn.Parameter]) -> None:
+        """LossScale.unscale_(), at once."""
+        super().unscale_(parameters)
+
+    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Nothing: divide_out() was called."""

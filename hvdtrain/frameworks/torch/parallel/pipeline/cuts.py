@@ -53,20 +53,18 @@ def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> li
 
     where, balance = config.where("parallel.pipeline"), config.parallel.balance
     units = units_of(model, where)
-    found = balanced_cuts([0.0] * len(units), config.parallel.pipeline * config.parallel.stages_of_rank)  # refuses fewer units
+    stages = config.parallel.pipeline * config.parallel.stages_of_rank
+    balanced_cuts([0.0] * len(units), stages)  # refuses fewer units
     versions = {name: b._version for name, b in model.named_buffers()}
     costs = []
     for unit in units:
         with FlopCounterMode(display=False) as counter:
             x = unit.call(x)
         costs.append(float(counter.get_total_flops()))
-    changed = [name for name, b in model.named_buffers() if b._version != versions[name]]
-    if changed:
-        what = f"training changes {changed[0]} of {type(model).__name__}, a buffer, which ranks of other stages would not have"
-        raise UserError(what, where, "a model without batch norm: gpt, mlp; or parallel.pipeline=1")
+    _refuse_changed(next((name for name, b in model.named_buffers() if b._version != versions[name]), ""), model, where)
     if isinstance(balance, list):
         return given_cuts(balance, [unit.name for unit in units], config.where("parallel.balance"))
-    return balanced_cuts(costs, len(found))
+    return balanced_cuts(costs, stages)
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
@@ -108,8 +106,13 @@ def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list
 
 def refuse_changed_buffers(model: nn.Module, x: torch.Tensor, where: str) -> None:
     """Raises UserError for buffers that training changes: those of another rank's stage would not reach its checkpoint."""
-    if changed := _changed_buffer(model, x):
-        what = f"training changes {changed} of {type(model).__name__}, a buffer, which ranks of other stages would not have"
+    _refuse_changed(_changed_buffer(model, x), model, where)
+
+
+def _refuse_changed(buffer: str, model: nn.Module, where: str) -> None:
+    """Raises UserError where a buffer's name is given."""
+    if buffer:
+        what = f"training changes {buffer} of {type(model).__name__}, a buffer, which ranks of other stages would not have"
         raise UserError(what, where, "a model without batch norm: gpt, mlp; or parallel.pipeline=1")
 
 
