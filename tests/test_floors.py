@@ -21,15 +21,13 @@ TASKS_IN_JAX = [name for name in NAMES if name.startswith("tasks/") and name.end
 ALLOWED = {  # the only files that may import these
     "torch": (
         "core/import_torchvision.py",
-        "comm/cuda.py",
+        "comm/staging.py",
         "comm/horovod.py",
-        "comm/mpi.py",
+        "comm/mpi_calls.py",
         "comm/meeting.py",
         "comm/torchdist.py",
-        "comm/even_parts.py",
+        "comm/group_collectives.py",
         "comm/process_group.py",
-        "comm/staging.py",
-        "comm/exchange/group.py",
         "frameworks/torch/",
         "horovod/",
         *TASKS_IN_TORCH,

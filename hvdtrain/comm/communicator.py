@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NoReturn, Protocol, cast
 
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now
@@ -38,7 +38,7 @@ class Communicator(Protocol):
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
-    features: frozenset[Feature]  # what this engine can do beyond the protocol: comm/features.py
+    features: frozenset[Feature]  # what this engine can do beyond the protocol: comm/engines.py
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         """Elementwise over all ranks; x has the same shape and dtype on every rank."""
@@ -77,7 +77,7 @@ class Communicator(Protocol):
         """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """One small object of each rank, in rank order: plain values, arrays, paths and value classes of hvdtrain (comm/signed/)."""
+        """One small object of each rank, in rank order: plain values, arrays, paths and value classes of hvdtrain (comm/signed.py)."""
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         """An object of rank `root`, as allgather_object() takes, on every rank; those that other ranks give are not sent."""

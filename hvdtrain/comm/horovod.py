@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
+from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
-from hvdtrain.comm.side_channel.mpi import MpiSideChannel
-from hvdtrain.comm.signed.objects import pack, unpack
-from hvdtrain.comm.split import split_groups
+from hvdtrain.comm.side_channel import MpiSideChannel
+from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError

@@ -1,43 +1,35 @@
-"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors, which are viewed as arrays; those on GPUs: comm/staging.py."""
+"""The mpi engine: MPI through mpi4py, started, connected, and left by ranks that are lost; on numpy arrays and torch tensors."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
-import itertools
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
-from hvdtrain.comm.device_memory import DeviceArray, Way, Wish, ask, choose, gpu_kind
-from hvdtrain.comm.exchange.mpi import MpiExchange
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.device_memory import Way, Wish, ask, choose, gpu_kind
+from hvdtrain.comm.engines import Feature
+from hvdtrain.comm.exchange import MpiExchange
+from hvdtrain.comm.mesh import split_groups
+from hvdtrain.comm.mpi_calls import MpiCalls
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
-from hvdtrain.comm.side_channel.mpi import MpiSideChannel
-from hvdtrain.comm.split import split_groups
+from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:  # torch
-    from hvdtrain.comm.cuda import Cuda
-    from hvdtrain.comm.staging import Ways
-import importlib
+    from hvdtrain.comm.staging import Cuda, Ways
 
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
-PIECE_BYTES = 4 << 20  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
-ONE_CALL_BYTES = 1 << 17  # MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
-MOST_COUNT = 2**31 - 1  # elements of one call, which MPI counts with C's int; calls for more are made in pieces
 NOTICE_S = 0.5  # until a rank that is lost is known to be
 _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
@@ -127,8 +119,7 @@ def abort_world(code: int) -> None:
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
-Sent = Any  # an array of numpy, or a DeviceArray, which does here what an array does
-Collective = Callable[[Any, Buffer], Buffer]  # of an MPI communicator and a buffer
+Collective = Callable[[MpiCalls, Buffer], Buffer]
 
 
 class Device(NamedTuple):
@@ -138,21 +129,15 @@ class Device(NamedTuple):
     way: Way
 
 
-_HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
-
-
 class MpiCommunicator:
-    """Works in place on the memory of x where it can. Sums of float16 and bfloat16, which MPI does not have, are computed by torch.
-
-    Other reductions of float16 (min, max, reduce_scatter) go through float32 and are cast back.
-    """
+    """Works in place on the memory of x where it can."""
 
     name = "mpi"
 
     def __init__(self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None) -> None:
         """ranks: an MPI communicator, in which `place` is this rank's."""
         self._mpi, self._comm = mpi, ranks.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
-        self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
+        self._calls = MpiCalls(mpi, self._comm)
         self._side_channel = side_channel
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
@@ -170,140 +155,51 @@ class MpiCommunicator:
             self._start_thread(ranks)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self._make(self._checked(x, "allreduce", name), lambda comm, x: self._reduce(comm, self._reduction(x, op)), reduces=True)
+        return self._make(self._checked(x, "allreduce", name), lambda calls, x: calls.allreduce(x, op), reduces=True)
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return self._start(self._checked(x, "allreduce", name), lambda comm, x: self._reduce(comm, self._reduction(x, op)), reduces=True)
+        return self._start(self._checked(x, "allreduce", name), lambda calls, x: calls.allreduce(x, op), reduces=True)
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        needed = slice(None) if root == self.rank else slice(0)
+        return self._make(writable(self._checked(x, "broadcast", name)), lambda calls, x: calls.broadcast(x, root), needed)
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         needed = slice(None) if root == self.rank else slice(0)
-        return self._start(writable(self._checked(x, "broadcast", name)), lambda comm, x: self._broadcast(comm, x, root), needed)
+        return self._start(writable(self._checked(x, "broadcast", name)), lambda calls, x: calls.broadcast(x, root), needed)
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        x = self._checked(x, "allreduce", name)
-        return self._start(x, lambda comm, x: self._reduce_to(comm, self._reduction(x, "sum"), root), reduces=True)
+        return self._start(self._checked(x, "allreduce", name), lambda calls, x: calls.reduce(x, root), reduces=True)
+
+    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
+        return self._make(self._checked(x, "reduce_scatter", name), MpiCalls.reduce_scatter, reduces=True)
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        x = self._checked(x, "start_reduce_scatter", name)
-        return self._start(x, lambda comm, x: self._reduce_to_owners(comm, self._reduction(x, "sum")), reduces=True)
+        return self._start(self._checked(x, "start_reduce_scatter", name), MpiCalls.reduce_to_owners, reduces=True)
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
         needed = part_of(len(x), self.rank, self.size) if x.ndim else slice(None)
-        return self._start(self._checked(x, "allgather", name), self._spread, needed)
+        return self._start(self._checked(x, "allgather", name), MpiCalls.spread, needed)
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        return self._make(self._checked(x, "allgather", name), MpiCalls.allgather)
 
     def _start(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Handle:
         """Makes a collective on a thread where there is one, else before it returns. needed: the rows that this rank gives to it."""
         if self._comm_thread is None:
             return CompletedHandle(self._make(x, collective, needed, reduces=reduces))
-        comm = self._thread_comm
+        calls = self._thread_calls
         if self._ways is None or not self._ways.takes(x):
-            return self._comm_thread.start(lambda: collective(comm, x))
+            return self._comm_thread.start(lambda: collective(calls, x))
         way = self._ways.begin(x, needed, reduces=reduces)
-        return Finished(self._comm_thread.start(lambda: way.run(lambda found: collective(comm, found))), way.finish)
+        return Finished(self._comm_thread.start(lambda: way.run(lambda found: collective(calls, found))), way.finish)
 
     def _make(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Buffer:
         """Makes it before it returns."""
         if self._ways is None or not self._ways.takes(x):
-            return collective(self._comm, x)
+            return collective(self._calls, x)
         way = self._ways.begin(x, needed, reduces=reduces)
-        return way.finish(way.run(lambda found: collective(self._comm, found)))
-
-    def _reduce(self, comm: Any, reduction: Reduction) -> Buffer:
-        for piece in _pieces(reduction.operand.reshape(-1)):
-            comm.Allreduce(self._mpi.IN_PLACE, self._message(piece), reduction.op)
-        return _cast_back(reduction.x, reduction.array, reduction.operand)
-
-    def _reduce_to_owners(self, comm: Any, reduction: Reduction) -> Buffer:
-        """A large one goes to each rank in turn, in pieces: in one call it takes up to 6 times as long."""
-        operand, own = reduction.operand, part_of(len(reduction.operand), self.rank, self.size)
-        if operand.nbytes <= ONE_CALL_BYTES:
-            comm.Reduce_scatter(self._mpi.IN_PLACE, self._message(operand.reshape(-1)), self._counts(operand), reduction.op)
-            own = slice(own.stop - own.start)  # MPI writes this rank's part to the beginning
-        else:
-            for owner in range(self.size):
-                part = operand[part_of(len(operand), owner, self.size)]
-                self._reduce_pieces(comm, part.reshape(-1), reduction.op, owner)
-        if operand is reduction.array:
-            return reduction.x[own]
-        return _cast_back(reduction.x[own], reduction.array[own], operand[own])
-
-    def _counts(self, array: Sent) -> list[int]:
-        """Elements of each rank's part."""
-        return [array[part_of(len(array), rank, self.size)].size for rank in range(self.size)]
-
-    def _reduce_to(self, comm: Any, reduction: Reduction, root: int) -> Buffer:
-        self._reduce_pieces(comm, reduction.operand.reshape(-1), reduction.op, root)
-        return _cast_back(reduction.x, reduction.array, reduction.operand)
-
-    def _reduce_pieces(self, comm: Any, flat: Sent, op: Any, root: int) -> None:
-        for piece in _pieces(flat):
-            if root == self.rank:
-                comm.Reduce(self._mpi.IN_PLACE, self._message(piece), op, root)
-            else:
-                comm.Reduce(self._message(piece), None, op, root)
-
-    def _broadcast(self, comm: Any, x: Buffer, root: int) -> Buffer:
-        self._broadcast_pieces(comm, _as_unsigned(x).reshape(-1), root)
-        return x
-
-    def _broadcast_pieces(self, comm: Any, flat: Sent, root: int) -> None:
-        for piece in _pieces(flat):
-            comm.Bcast(self._message(piece), root)
-
-    def _spread(self, comm: Any, x: Buffer) -> Buffer:
-        bits = _as_unsigned(x)
-        if bits.size <= MOST_COUNT:
-            comm.Allgatherv(self._mpi.IN_PLACE, self._message(bits.reshape(-1), self._counts(bits)))
-            return x
-        for owner in range(self.size):
-            self._broadcast_pieces(comm, bits[part_of(len(bits), owner, self.size)].reshape(-1), owner)
-        return x
-
-    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        needed = slice(None) if root == self.rank else slice(0)
-        return self._make(writable(self._checked(x, "broadcast", name)), lambda comm, x: self._broadcast(comm, x, root), needed)
-
-    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        return self._make(self._checked(x, "reduce_scatter", name), self._sum_rows, reduces=True)
-
-    def _sum_rows(self, comm: Any, x: Buffer) -> Buffer:
-        operand = _without_float16(_as_array(x))
-        parts = [operand[part_of(len(operand), rank, self.size)] for rank in range(self.size)]
-        summed = _empty_like(operand, len(parts[self.rank]))
-        if operand.size <= MOST_COUNT:
-            comm.Reduce_scatter(self._message(operand), self._message(summed), [one.size for one in parts], self._mpi.SUM)
-        else:
-            for owner, one in enumerate(parts):
-                sums = _pieces(summed.reshape(-1)) if owner == self.rank else itertools.repeat(None)
-                for piece, into in zip(_pieces(one.reshape(-1)), sums, strict=False):
-                    comm.Reduce(self._message(piece), None if into is None else self._message(into), self._mpi.SUM, owner)
-        if isinstance(summed, DeviceArray):
-            return summed
-        part = _empty_like(x, len(summed))
-        return _cast_back(part, _as_array(part), summed)
-
-    def allgather(self, x: Buffer, name: str) -> Buffer:
-        return self._make(self._checked(x, "allgather", name), self._gather)
-
-    def _gather(self, comm: Any, x: Buffer) -> Buffer:
-        bits, rows = _as_unsigned(x), np.empty(self.size, np.int64)
-        comm.Allgather(np.array([len(bits)]), rows)
-        gathered, ends = _empty_like(x, int(rows.sum())), rows.cumsum()
-        into, per_row = _as_unsigned(gathered), math.prod(bits.shape[1:])
-        if into.size <= MOST_COUNT:
-            comm.Allgatherv(self._message(bits.reshape(-1)), self._message(into.reshape(-1), [int(n) * per_row for n in rows]))
-            return gathered
-        into[ends[self.rank] - len(bits) : ends[self.rank]] = bits
-        for owner, end in enumerate(ends):
-            self._broadcast_pieces(comm, into[end - rows[owner] : end].reshape(-1), owner)
-        return gathered
-
-    def _message(self, array: Sent, counts: list[int] | None = None) -> Any:
-        """What mpi4py takes as a message. counts: elements of each rank's part."""
-        if isinstance(array, DeviceArray):
-            buffer, count, kind = array.message(self._mpi)
-            return [buffer, count if counts is None else counts, kind]
-        return array if counts is None else [array, counts]
+        return way.finish(way.run(lambda found: collective(self._calls, found)))
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
@@ -312,19 +208,13 @@ class MpiCommunicator:
         return self._comm.bcast(thing, root)
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
-        bits = _as_unsigned(self._checked(x, "send", name)).reshape(-1)
-        return PendingMessage([self._comm.Isend(piece, to, tag) for piece in _pieces(bits)], x)
+        return self._calls.send(self._checked(x, "send", name), to, tag)
 
     def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
-        bits = _as_unsigned(self._checked(x, "recv", name)).reshape(-1)
-        return PendingMessage([self._comm.Irecv(piece, source, tag) for piece in _pieces(bits)], x)
+        return self._calls.recv(self._checked(x, "recv", name), source, tag)
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
-        bits, status = _as_unsigned(self._checked(x, "recv", name)).reshape(-1), self._mpi.Status()
-        if bits.nbytes > PIECE_BYTES:
-            raise ValueError(f"{bits.nbytes} bytes from any rank: pieces of two senders would be mixed")
-        self._comm.Recv(bits, self._mpi.ANY_SOURCE, tag, status)
-        return int(status.source)
+        return self._calls.recv_from_any(self._checked(x, "recv", name), tag)
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
@@ -400,9 +290,11 @@ class MpiCommunicator:
         self._comm, self._loss_is_agreed = self._comm.Shrink(), False
         atexit.unregister(_finalize)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        self._calls = MpiCalls(self._mpi, self._comm)
         self._side_channel = MpiSideChannel(self._mpi, self._comm.Dup())
         if self._comm_thread:
             self._thread_comm = self._comm.Dup()
+            self._thread_calls = MpiCalls(self._mpi, self._thread_comm)
         self.rank, self.size = self._comm.rank, self._comm.size
         place = split_groups(self, 0).place(self.rank)
         self.local_rank, self.local_size = place.local_rank, place.local_size
@@ -434,17 +326,6 @@ class MpiCommunicator:
             raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
         return x
 
-    def _reduction(self, x: Buffer, op: Op) -> Reduction:
-        x = writable(x)
-        dtype = str(x.dtype).removeprefix("torch.")
-        if op == "sum" and dtype in HALF_TYPES:
-            if dtype not in _HALF_SUMS:
-                _HALF_SUMS[dtype] = self._mpi.Op.Create(sum_function(dtype), commute=True)
-            bits = _as_unsigned(x)
-            return Reduction(x, bits, bits, _HALF_SUMS[dtype])
-        array = _as_array(x)
-        return Reduction(x, array, _without_float16(array), self._ops[op])
-
     def use_gpus(self, gpus: Cuda | None, wish: Wish, where: str) -> None:
         """Collectives, but for messages, take tensors on GPUs from now on where a rank has one. A collective.
 
@@ -473,6 +354,7 @@ class MpiCommunicator:
 
     def _start_thread(self, ranks: Any) -> None:
         self._comm_thread, self._thread_comm = CommThread(), ranks.Dup()
+        self._thread_calls = MpiCalls(self._mpi, self._thread_comm)
         self.features |= {"asynchronous"}
 
 
@@ -484,79 +366,3 @@ class Finished:
 
     def wait(self) -> Buffer:
         return self._finish(self._under_way.wait())
-
-
-class PendingMessage:
-    """A Handle of the pieces of one message."""
-
-    def __init__(self, requests: list[Any], x: Buffer) -> None:
-        self._requests, self._x = requests, x
-
-    def wait(self) -> Buffer:
-        for request in self._requests:  # Waitall() says only that one has failed, not that a rank is lost
-            request.Wait()
-        return self._x
-
-
-class Reduction(NamedTuple):
-    """An allreduce to be made."""
-
-    x: Buffer  # as the caller gave it, or a copy where that is read-only
-    array: Sent  # a view of x
-    operand: Sent  # the view, or a copy in a type that MPI has
-    op: Any  # the MPI operation
-
-
-def _pieces(flat: Sent) -> Iterator[Sent]:
-    """Views that stay in the cache; MPI_Iallreduce of all at once takes 3 times as long."""
-    step = max(1, PIECE_BYTES // flat.itemsize)
-    return (flat[start : start + step] for start in range(0, len(flat), step))
-
-
-def _as_array(x: Buffer) -> Sent:
-    """A view of x."""
-    return x.detach().numpy() if hasattr(x, "detach") else x
-
-
-def _as_unsigned(x: Buffer) -> Sent:
-    """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI has no float16 and numpy no bfloat16."""
-    if isinstance(x, DeviceArray):
-        return x.as_unsigned()
-    array = _as_array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)
-    return array.view(f"u{array.itemsize}")
-
-
-def _empty_like(x: Buffer, rows: int) -> Buffer:
-    """Uninitialized, of x's type, with another length of axis 0."""
-    shape = (rows, *x.shape[1:])
-    if isinstance(x, DeviceArray):
-        return x.empty(*shape)
-    return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, x.dtype)
-
-
-def _without_float16(array: Sent) -> Sent:
-    """The array, as float32 where it is float16."""
-    return array.astype(np.float32) if isinstance(array, np.ndarray) and array.dtype == np.float16 else array
-
-
-def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
-    """x, whose view `array` takes the numbers of `operand`."""
-    if operand is not array:
-        with np.errstate(over="ignore"):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
-            array[...] = operand
-    return x
-
-
-HALF_TYPES = ("float16", "bfloat16")
-
-
-def sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for integers. Each addition rounds."""
-    torch = importlib.import_module("torch")
-    half_type = getattr(torch, dtype)
-
-    def add(a: Any, b: Any, _: Any) -> None:
-        if len(b):
-            torch.frombuffer(b, dtype=half_type).add_(torch.frombuffer(bytearray(a) if a.readonly else a, dtype=half_type))
-
-    return add

@@ -1,9 +1,9 @@
-"""Placement: the rank, size, local rank and local size of this process, from the variables that its launcher set."""
+"""Placement: rank, size, local rank and local size of this process, from its launcher's variables; and its part of a divided GPU."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,6 +134,7 @@ _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     SUBMITIT.name: "comm.engine=torchdist; or ",
     "Flux": "flux run -o pmi=pmix (Open MPI 5) or -o pmi=simple (MPICH); or ",
 }
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
 
 
@@ -257,3 +258,26 @@ def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> Lau
     fix = _FIX_OF_LAUNCHER.get(place.launcher, "") + library.fix
     what = f"{place.launcher} started {place.size} processes, but the {library.engine} engine {observation}"
     return LauncherMismatch(what, f"comm.engine={library.engine}; {library.description}; the launcher is {place.launcher}", fix)
+
+
+def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """The numbers and UUIDs that are listed, up to the first that names no device, where CUDA stops reading; None: all are visible."""
+    listed = environ.get(VISIBLE_DEVICES)
+    if listed is None:
+        return None
+    found: list[str] = []
+    for name in (each.strip() for each in listed.split(",")):
+        if not name or name.startswith("-"):
+            break
+        found.append(name)
+    return found
+
+
+def take_part_of_gpu(place: Placement, environ: MutableMapping[str, str]) -> None:
+    """Leaves in the list the part of this rank's local rank, where several parts of divided GPUs are listed: "MIG-...".
+
+    CUDA shows a process one part alone, the first that is listed: without this all ranks would train on it. Called before CUDA starts.
+    """
+    names = listed_devices(environ) or []
+    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
+        environ[VISIBLE_DEVICES] = names[place.local_rank % len(names)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, Handle
-from hvdtrain.comm.split import ranks_summary
+from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""The way of a tensor in a GPU's memory to a collective of MPI and back, beside what the GPU computes.
+"""The way of a tensor in a GPU's memory to a collective of MPI and back, beside what the GPU computes; streams and events of torch.
 
 MPI knows no streams: it may touch memory only once the GPU has filled it, which the thread that calls MPI waits for, and no other one.
 """
@@ -6,16 +6,47 @@ MPI knows no streams: it may touch memory only once the GPU has filled it, which
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from hvdtrain.comm.communicator import Buffer
-from hvdtrain.comm.cuda import Cuda, Event, Stream
 from hvdtrain.comm.device_memory import DeviceArray, Way
 
+Stream = Any  # torch.cuda.Stream
+Event = Any  # torch.cuda.Event
 ALL = slice(None)
 _HALF = (torch.float16, torch.bfloat16)
+
+
+class Cuda:
+    """Streams, which are queues of a GPU's work, and page-locked memory of the host, which a GPU copies to and from by itself."""
+
+    kind = "cuda"  # of torch.device; ROCm's too
+
+    def present(self, device: torch.device) -> Stream:
+        """The stream that this thread gives work to."""
+        return torch.cuda.current_stream(device)
+
+    def new(self, device: torch.device) -> Stream:
+        return torch.cuda.Stream(device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Inside, it is the present stream of this thread, and its device the present one."""
+        return torch.cuda.stream(stream)
+
+    def mark(self, stream: Stream) -> Event:
+        """What the stream has been given until now, for a thread that waits for it: asleep, not in a loop."""
+        return stream.record_event(torch.cuda.Event(blocking=True))
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Its memory is not used again before the stream has done what it has been given until then."""
+        tensor.record_stream(stream)
+
+    def locked(self, like: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory for the numbers of a tensor, any numbers in it. torch keeps what is freed for the next one."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 class Ways:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 
 T = TypeVar("T")
 _REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.arrival import not_of_this_job, wait_for_all_ranks
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
-from hvdtrain.comm.even_parts import EvenParts, as_bytes, gather_rows
-from hvdtrain.comm.exchange.group import GroupExchange
-from hvdtrain.comm.features import Feature
-from hvdtrain.comm.gloo_connections import GlooConnections
-from hvdtrain.comm.gloo_threads import wait_until_idle
-from hvdtrain.comm.meeting import Meeting
+from hvdtrain.comm.engines import Feature
+from hvdtrain.comm.gloo import GlooConnections, wait_until_idle
+from hvdtrain.comm.group_collectives import EvenParts, GroupExchange, as_bytes, gather_rows
+from hvdtrain.comm.meeting import Meeting, not_of_this_job, wait_for_all_ranks
+from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -35,10 +33,8 @@ from hvdtrain.comm.rendezvous import (
     new_secret,
     secret_of,
 )
-from hvdtrain.comm.side_channel.store import StoreSideChannel
-from hvdtrain.comm.signed.objects import Forged, pack, unpack
-from hvdtrain.comm.signed.store import SignedStore
-from hvdtrain.comm.split import split_groups
+from hvdtrain.comm.side_channel import StoreSideChannel
+from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of
@@ -280,7 +276,7 @@ class TorchDistCommunicator:
         return _like(x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no form in it: comm/signed/objects.py."""
+        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no form in it: comm/signed.py."""
         packed = pack(thing, self._secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
         gathered, start = self.allgather(content, "objects").tobytes(), 0

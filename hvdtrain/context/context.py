@@ -12,8 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from hvdtrain.comm.mesh import Mesh, make_mesh
-from hvdtrain.comm.rank_0 import on_rank_0
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.context import own_events
 from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, evaluated, restore

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.context.logged import scalar
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.metrics import Better

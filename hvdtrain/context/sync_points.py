@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.context.logged import Logged
 from hvdtrain.context.own_events import epoch_fields, step_fields

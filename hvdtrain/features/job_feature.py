@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvdtrain.comm.signed.objects import pack, unpack
+from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.horovod import class_forms, library_forms, table_forms
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of

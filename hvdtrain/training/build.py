@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.engines import EngineChoice, installed_here, needed_features, select_engine
+from hvdtrain.comm.placement import Placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
-from hvdtrain.comm.select_engine import EngineChoice, installed_here, needed_features, select_engine
-from hvdtrain.comm.visible_devices import take_part_of_gpu
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.images.views import make_views

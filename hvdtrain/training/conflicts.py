@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.comm.features import features_of
+from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
-from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config

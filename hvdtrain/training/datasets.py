@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
-from hvdtrain.comm.rank_0 import on_rank_0, on_rank_0_only
-from hvdtrain.comm.select_engine import may_use_gpu
-from hvdtrain.comm.split import ranks_summary
+from hvdtrain.comm.engines import may_use_gpu
+from hvdtrain.comm.mesh import ranks_summary
+from hvdtrain.comm.on_all_ranks import on_rank_0, on_rank_0_only
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.updates import GoOn

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.data.sampler import evaluation_batches

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.read import read_run_config, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import MEMORY, UserError, exit_code_of

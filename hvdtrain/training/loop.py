@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.sampler import largest_share

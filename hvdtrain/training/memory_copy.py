@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, Elastic, point_to_point
-from hvdtrain.comm.split import split_groups
+from hvdtrain.comm.mesh import split_groups
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.pieces import Piece, whole_arrays
 from hvdtrain.frameworks.learner import Learner

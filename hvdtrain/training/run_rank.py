@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import place_of
+from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.comm.placement import Placement, placement
-from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.config.given import Given
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed

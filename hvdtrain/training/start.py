@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.metrics import zero_sums

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config, ModelConfig, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Metric, ratio

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.command import USAGE, evaluate, read_former_run
 from hvdtrain.cli.export import read_checkpoint
-from hvdtrain.comm import rank_0
+from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
 from hvdtrain.config.schema import Config
@@ -401,7 +401,7 @@ def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(run: Path
         assert len(beats) == len(pieces) > 0
         return found
 
-    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
     load_trained_model(configure(None, [*TRAIN, "framework=numpy"]), SingleProcessCommunicator(), read, go_on=lambda: beats.append(1))
     assert len(beats) == len(pieces) + 2, "a weight and a bias"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.signed.objects import Forged, pack, unpack
+from hvdtrain.comm.signed import Forged, pack, unpack
 from hvdtrain.config.read import Assignment
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import Diverged, UserError
@@ -78,7 +78,7 @@ HOSTILE: list[Any] = [
     {"class": ["os", "system", ["touch ran"]]},
     {"class": ["hvdtrain.cli.launch.machine", "output_of", [["touch", "ran"]]]},
     {"class": ["hvdtrain.errors", "UserError.__init__.__globals__", []]},
-    {"class": ["hvdtrain.comm.signed.objects", "Path", ["x"]]},
+    {"class": ["hvdtrain.comm.signed", "Path", ["x"]]},
     {"class": ["hvdtrain.cli.horovod.__main__", "x", []]},
     {"class": ["hvdtrain.comm.placement", "Placement", [1]]},
     {"array": ["|O", [1], "AAAAAAAAAAA="]},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rank_threads import ThreadRank, in_threads
 
-from hvdtrain.comm import rank_0
-from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0, on_rank_0_only
+from hvdtrain.comm import on_all_ranks
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0, on_rank_0_only
 from hvdtrain.errors import UserError
 
 
@@ -45,7 +45,7 @@ def test_no_rank_takes_more_than_what_rank_0_gives() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_ranks_meet_whenever_long_work_has_moved_on(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """No collective waits longer than rank 0 takes from one piece of its work to the next."""
-    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
 
     def of_rank(communicator: ThreadRank) -> tuple[int, int]:
         met = list[int]()
@@ -63,7 +63,7 @@ def test_all_ranks_meet_whenever_long_work_has_moved_on(monkeypatch: pytest.Monk
 
 
 def test_pieces_that_take_no_time_are_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_0, "MEET_S", 1e9)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 1e9)
 
     def of_rank(communicator: ThreadRank) -> tuple[int, int]:
         met = list[int]()
@@ -79,7 +79,7 @@ def test_pieces_that_take_no_time_are_no_collectives(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_of_long_work_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
 
     def of_rank(communicator: ThreadRank) -> str:
         def work(move: Callable[[], None]) -> None:

@@ -31,9 +31,9 @@ from waiting import wait_until
 from hvdtrain import errors
 from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
 from hvdtrain.comm import torchdist
-from hvdtrain.comm.arrival import ALL, wait_for_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature, Installed, needed_features, select_engine
+from hvdtrain.comm.meeting import ALL, wait_for_all_ranks
 from hvdtrain.comm.placement import NO_LAUNCHER, SUBMITIT, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -49,9 +49,7 @@ from hvdtrain.comm.rendezvous import (
     local_address,
     parse_address,
 )
-from hvdtrain.comm.select_engine import Installed, needed_features, select_engine
-from hvdtrain.comm.signed.objects import unpack
-from hvdtrain.comm.signed.store import SignedStore
+from hvdtrain.comm.signed import SignedStore, unpack
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
@@ -161,8 +159,8 @@ STORE = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from hvdtrain.comm.side_channel.store import StoreSideChannel
-from hvdtrain.comm.signed.store import SignedStore
+from hvdtrain.comm.side_channel import StoreSideChannel
+from hvdtrain.comm.signed import SignedStore
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 limit = timedelta(seconds=600)
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit, wait_for_workers=False)

@@ -13,8 +13,7 @@ from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.launch.machine import nvidia_devices, visible_gpus
 from hvdtrain.cli.sweep.command import shares
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.visible_devices import VARIABLE, listed_devices, take_part_of_gpu
+from hvdtrain.comm.placement import VISIBLE_DEVICES, Placement, listed_devices, take_part_of_gpu
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.torch.device import describe_device, gpu, pick_device
 from hvdtrain.training.build import connect
@@ -38,7 +37,7 @@ CUDA = torch.device("cuda", 0)
     ],
 )
 def test_a_list_ends_where_cuda_stops_reading(listed: str, expected: list[str]) -> None:
-    environ = {VARIABLE: listed}
+    environ = {VISIBLE_DEVICES: listed}
     assert listed_devices(environ) == expected and visible_gpus(environ) == len(expected)
 
 
@@ -67,22 +66,22 @@ def placed(local_rank: int, size: int) -> Placement:
 def test_a_rank_takes_its_part_of_a_divided_gpu(listed: str | None, taken: list[str | None]) -> None:
     """CUDA shows a process one part alone."""
     for local_rank, expected in enumerate(taken):
-        environ = {} if listed is None else {VARIABLE: listed}
+        environ = {} if listed is None else {VISIBLE_DEVICES: listed}
         take_part_of_gpu(placed(local_rank, 4), environ)
-        assert environ.get(VARIABLE) == expected
+        assert environ.get(VISIBLE_DEVICES) == expected
         take_part_of_gpu(placed(local_rank, 4), environ)
-        assert environ.get(VARIABLE) == expected, "once more changes nothing"
+        assert environ.get(VISIBLE_DEVICES) == expected, "once more changes nothing"
 
 
 def test_a_job_takes_its_part_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ",".join(PARTS))
+    monkeypatch.setenv(VISIBLE_DEVICES, ",".join(PARTS))
     connect(configure(None, ["comm.engine=single"]), placed(0, 1))
-    assert os.environ[VARIABLE] == PARTS[0]
+    assert os.environ[VISIBLE_DEVICES] == PARTS[0]
 
 
 def test_trials_side_by_side_have_parts_of_their_own() -> None:
-    environ = {VARIABLE: ",".join(PARTS), "OMP_NUM_THREADS": "1"}
-    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [{VARIABLE: part} for part in PARTS]
+    environ = {VISIBLE_DEVICES: ",".join(PARTS), "OMP_NUM_THREADS": "1"}
+    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [{VISIBLE_DEVICES: part} for part in PARTS]
 
 
 class Gpus:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.mesh import make_mesh
+from hvdtrain.comm.mesh import make_mesh, number_hosts
 from hvdtrain.comm.process_group import start_process_group
-from hvdtrain.comm.split import number_hosts
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError

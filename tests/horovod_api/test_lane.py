@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import hvdtrain.horovod as hvd
-from hvdtrain.comm.exchange import WORDS, Word
-from hvdtrain.comm.exchange.alone import Alone
+from hvdtrain.comm.exchange import WORDS, Alone, Word
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
 from hvdtrain.errors import LOST, STALLED
 from hvdtrain.horovod.engine.callers import Callers

@@ -13,7 +13,7 @@ from pool import on_ranks
 from ranks import needs_mpirun
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
-from hvdtrain.comm.cuda import Cuda, Stream
+from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.engine import GLOBAL
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.requests import Request, Signature

@@ -24,9 +24,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hvdtrain.comm import horovod, mpi
+from hvdtrain.comm import horovod, mpi_calls
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op, part_of, point_to_point
-from hvdtrain.comm.features import MEANINGS, features_of
+from hvdtrain.comm.engines import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
@@ -258,7 +258,11 @@ def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
 
 def beyond_an_int(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """More elements than C's int counts, with which MPI and Horovod count: here more than three."""
-    with mock.patch.object(mpi, "MOST_COUNT", 3), mock.patch.object(horovod, "MOST_COUNT", 3), mock.patch.object(mpi, "PIECE_BYTES", 8):
+    with (
+        mock.patch.object(mpi_calls, "MOST_COUNT", 3),
+        mock.patch.object(horovod, "MOST_COUNT", 3),
+        mock.patch.object(mpi_calls, "PIECE_BYTES", 8),
+    ):
         found = [
             *start_allreduce("float32", kind, communicator, f"{name} sums"),
             *sharded("float32", kind, communicator, f"{name} shards"),
@@ -361,7 +365,7 @@ def messages(communicator: Communicator, name: str) -> Claims:
 
 def refuses_pieces_from_any(group: Any) -> bool:
     """Those of two senders would be mixed: a message of 16 bytes, where a piece has 8."""
-    with mock.patch.object(mpi, "PIECE_BYTES", 8):
+    with mock.patch.object(mpi_calls, "PIECE_BYTES", 8):
         try:
             group.recv_from_any(np.empty(2, np.int64), "too large", 78)
         except ValueError as error:

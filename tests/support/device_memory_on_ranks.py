@@ -13,9 +13,9 @@ from late_gpu import HOST, LateGpu
 from strategies_on_ranks import learner, train, weights
 
 from hvdtrain.comm.communicator import part_of
-from hvdtrain.comm.cuda import Cuda
 from hvdtrain.comm.device_memory import Way
 from hvdtrain.comm.mpi import Device, MpiCommunicator
+from hvdtrain.comm.staging import Cuda
 from hvdtrain.errors import UserError
 
 CYCLES = 400_000_000  # about 200 ms, in which what is reduced is not there

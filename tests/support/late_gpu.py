@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hvdtrain.comm.cuda import Cuda, Stream
+from hvdtrain.comm.staging import Cuda, Stream
 
 HOST = torch.device("cpu")
 

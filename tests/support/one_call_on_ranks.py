@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance import allgather, expect, reduce_scatter, sharded
 from strategies_on_ranks import learner, train, weights
 
-from hvdtrain.comm import even_parts
+from hvdtrain.comm import group_collectives
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.horovod.engine.reduce import scattered_sums
 
@@ -46,16 +46,17 @@ def farthest_weight(communicator: Any, stage: int) -> float:
 def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
     """By which calls of MPI float64 numbers are reduced to their owners and spread again; the relative error of the sums."""
     random = np.random.default_rng(0).standard_normal((communicator.size, numbers))
-    x, own, comm = random[communicator.rank].copy(), part_of(numbers, communicator.rank, communicator.size), communicator._comm
-    communicator._comm = mock.Mock(wraps=comm)
+    x, own, calls_of = random[communicator.rank].copy(), part_of(numbers, communicator.rank, communicator.size), communicator._calls
+    comm = calls_of._comm
+    calls_of._comm = mock.Mock(wraps=comm)
     try:
         part = communicator.start_reduce_scatter(x, f"{numbers} reduced").wait().copy()
         whole = np.zeros(numbers)
         whole[own] = part
         communicator.start_spread(whole, f"{numbers} spread").wait()
-        calls = [call[0] for call in communicator._comm.mock_calls]
+        calls = [call[0] for call in calls_of._comm.mock_calls]
     finally:
-        communicator._comm = comm
+        calls_of._comm = comm
     expected = random.sum(0)
     return calls, float(np.abs(whole - expected).max() / np.abs(expected).max())
 
@@ -65,7 +66,10 @@ def scattered(communicator: Any) -> tuple[int, str]:
     size, rank = communicator.size, communicator.rank
     shapes = [(2 * size, 3), (size + 1, 2), (size,), (1,), (3 * size, 1, 2)]
     wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in shapes]
-    with _in_one_call(communicator), mock.patch.object(even_parts, "_reduce_scatter", wraps=even_parts._reduce_scatter) as calls:
+    with (
+        _in_one_call(communicator),
+        mock.patch.object(group_collectives, "_reduce_scatter", wraps=group_collectives._reduce_scatter) as calls,
+    ):
         found = scattered_sums(communicator, [whole * (rank + 1) for whole in wholes], "rows")
     total = size * (size + 1) // 2
     for whole, rows in zip(wholes, found, strict=True):

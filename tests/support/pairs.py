@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from hvdtrain.comm.features import features_of
+from hvdtrain.comm.engines import features_of
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES

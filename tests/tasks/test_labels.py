@@ -16,7 +16,7 @@ from rank_threads import in_threads
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper

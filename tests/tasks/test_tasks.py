@@ -14,7 +14,7 @@ import torch
 from own_data import PADDING, VOCABULARY
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.metrics import Metric, add_sums, is_better, ratio, reaches, zero_sums
 from hvdtrain.core.progress import Hyper

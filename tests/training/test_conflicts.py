@@ -25,9 +25,8 @@ from pairs import (
 )
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.features import MEANINGS, features_of
+from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
-from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.read import configure
 from hvdtrain.errors import USER, UserError
 from hvdtrain.features.every_feature import FEATURES

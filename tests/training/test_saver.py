@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from rank_threads import ThreadRank, in_threads
 
-from hvdtrain.comm import rank_0
+from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
@@ -269,7 +269,7 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
 def test_the_last_checkpoint_may_take_any_time_while_bytes_come_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """guard.start_s counts from the last of them, on the ranks that wait, too."""
     monkeypatch.setattr(files, "SYNC_BYTES", 1)
-    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
 
     def finish(communicator: ThreadRank) -> int:
         beats, job = Heartbeat(), SavedRun(tmp_path)

@@ -22,7 +22,7 @@ from rank_threads import ThreadRank, in_threads
 from ranks import HANG_S, ROOT, environment, mpirun, mpirun_path, needs_mpirun
 from waiting import wait_until
 
-from hvdtrain.comm import rank_0
+from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays, ArrayStream
@@ -233,7 +233,7 @@ def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(
         assert of_rank.roll_back() == NOW
         return written, beats.beats - written
 
-    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
     found = in_threads(2, finish_and_read)
     assert all(written > 0 for written, _ in found)
     assert [read for _, read in found] == [3 + len(LARGE)] * 2  # pieces of files that rank 0 checked, and arrays that travelled

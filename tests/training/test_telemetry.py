@@ -20,7 +20,7 @@ from ranks import mpirun, needs_horovod
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.core.progress import Progress

@@ -16,7 +16,7 @@ from pool import alone
 from ranks import FULL, HANG_S, ONE_ENGINE, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
 from waiting import is_stopped, wait_until
 
-from hvdtrain.comm.split import PIECES, ranks_summary
+from hvdtrain.comm.mesh import PIECES, ranks_summary
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.stall_report import SILENCE, Report, render, render_alone
 from hvdtrain.training.health.watchdog import IdleTime

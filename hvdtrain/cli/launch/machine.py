@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.cli.launch.launcher_commands import MPI_NAMES, MpiKind, identify_mpi, is_compatible
-from hvdtrain.comm.visible_devices import listed_devices
+from hvdtrain.comm.placement import listed_devices
 from hvdtrain.errors import UserError
 
 _LAUNCHERS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")  # Debian installs several under the later names

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.cli.output import align
 from hvdtrain.cli.plan.forecast import Forecast
-from hvdtrain.comm.features import Feature, features_of
-from hvdtrain.comm.select_engine import possible_engines
+from hvdtrain.comm.engines import Feature, features_of, possible_engines
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import KINDS, Footprint

@@ -11,7 +11,7 @@ from hvdtrain.cli.bench.cost_model import BACKWARD, Link
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast
 from hvdtrain.cli.plan.machine import Machine
 from hvdtrain.comm.counted import Moved
-from hvdtrain.comm.features import Feature, features_of
+from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.errors import UserError

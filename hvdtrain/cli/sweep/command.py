@@ -36,8 +36,7 @@ from hvdtrain.cli.sweep.trial import (
     table_lines,
     to_json,
 )
-from hvdtrain.comm.placement import placement
-from hvdtrain.comm.visible_devices import listed_devices
+from hvdtrain.comm.placement import listed_devices, placement
 from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.length import read_length

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.cuda import Cuda
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
+from hvdtrain.comm.staging import Cuda
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.layout import Layout

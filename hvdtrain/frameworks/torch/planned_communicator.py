@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, part_of
 from hvdtrain.comm.counted import Moved, counted
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Coordinates, Mesh, coordinates, mesh_of_layers, one_group
 from hvdtrain.config.schema import Config
 

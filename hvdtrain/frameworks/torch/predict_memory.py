@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.counted import Moved
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.communicator import Communicator, Op
-from hvdtrain.comm.features import Feature
+from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.process_group import CommunicatorGroup, start_process_group
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import Placement, placement
+from hvdtrain.comm.engines import Installed, select_engine
+from hvdtrain.comm.placement import Placement, placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
-from hvdtrain.comm.select_engine import Installed, select_engine
-from hvdtrain.comm.visible_devices import take_part_of_gpu
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.horovod.engine.engine import Engine

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.exchange import Exchange
-from hvdtrain.comm.signed.objects import pack, unpack
+from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.errors import LOST, UserError, exit_code_of
 from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
 from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block

@@ -12,9 +12,8 @@ from typing import Any, NoReturn, cast
 import torch
 
 from hvdtrain.comm.communicator import Communicator, elastic
-from hvdtrain.comm.exchange import Exchange
-from hvdtrain.comm.exchange.alone import Alone
-from hvdtrain.comm.split import split_groups
+from hvdtrain.comm.exchange import Alone, Exchange
+from hvdtrain.comm.mesh import split_groups
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.engine import GLOBAL

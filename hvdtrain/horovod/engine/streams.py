@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
-from hvdtrain.comm.cuda import Cuda, Stream
+from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.requests import Request
 
 

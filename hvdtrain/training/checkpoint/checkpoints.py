@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
+from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.events.terminal import warn

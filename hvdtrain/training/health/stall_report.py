@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from hvdtrain.comm.split import ranks_summary
+from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.errors import STALLED
 
 STACKS = 3  # ranks whose stack is shown

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.metrics import Sums

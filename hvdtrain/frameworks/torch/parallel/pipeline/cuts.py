@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.torch.norm.buffers import copied_buffers

@@ -1,18 +1,35 @@
-"""Work that rank 0 does alone; its result, or its UserError, reaches every rank."""
+"""What every rank has alike: sums over all ranks, and the result, or the UserError, of work that rank 0 does alone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.metrics import Sums, host_value
 from hvdtrain.errors import UserError
 
 T = TypeVar("T")
 MEET_S = 0.5  # between two collectives while rank 0 works: less than the shortest comm.timeout_s
+
+
+def allreduce_sums(communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None = None) -> Sums:
+    """The sums over all ranks, which have the same keys: a float, or of a vector a float64 array (n,). The host waits for the device.
+
+    lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many numbers as the others; 0: no vector.
+    """
+    keys, arrays = sorted(sums), []
+    for key in keys:
+        array = np.atleast_1d(np.asarray(host_value(sums[key]), np.float64))
+        length = (lengths or {}).get(key, 0)
+        arrays.append(np.broadcast_to(array, length) if length else array)
+    total = communicator.allreduce(np.concatenate(arrays), name)
+    totals = np.split(total, np.cumsum([len(array) for array in arrays])[:-1])
+    is_vector = {key: bool((lengths or {}).get(key, 0)) or isinstance(sums[key], np.ndarray) for key in keys}
+    return {key: one if is_vector[key] else float(one[0]) for key, one in zip(keys, totals, strict=True)}
 
 
 def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:

@@ -1,19 +1,61 @@
-"""The exchange of the mpi engine: MPI_Iallgather, 2 microseconds on one host; what ranks say of it are messages."""
+"""A small block of every rank on all ranks, without waiting: how ranks find out what the others are about to do, and who does not come."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from hvdtrain.comm.exchange import WORDS, Word
+Word = Literal["here", "taken", "given up"]  # of a rank about an exchange: it waits there; it has taken the result; it never will
+WORDS: tuple[Word, ...] = get_args(Word)
+NOTICE, LAST = 1, 2  # tags of messages of MPI
 
-NOTICE, LAST = 1, 2  # tags of the messages
+
+class Exchange(Protocol):
+    """Gathers, one after another: each rank starts the next one once the last is done."""
+
+    threads: bool  # whether threads of a process may use their communicators at the same time
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        """block: of the same length and dtype on every rank, unchanged until done(); rows: takes the blocks in rank order."""
+
+    def done(self) -> bool:
+        """Whether every rank has started it. Raises what a collective raises where a rank is lost."""
+
+    def say(self, word: Word) -> None:
+        """Tells the other ranks, of the exchange that this one has started last. They need not be in it."""
+
+    def said(self) -> dict[Word, set[int]]:
+        """The ranks that have said each word of this exchange."""
+
+    def free(self) -> None:
+        """Every rank calls it once, last, when no exchange is under way. A collective."""
+
+
+class Alone:
+    """The exchange of one rank: nothing to wait for."""
+
+    threads = True
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        rows[0] = block
+
+    def done(self) -> bool:
+        return True
+
+    def say(self, word: Word) -> None:
+        pass
+
+    def said(self) -> dict[Word, set[int]]:
+        return {word: set() for word in WORDS}
+
+    def free(self) -> None:
+        pass
 
 
 class MpiExchange:
-    """An exchange over an MPI communicator that nothing else uses."""
+    """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds on one host; messages for words."""
 
     def __init__(self, mpi: Any, ranks: Any) -> None:
         self._mpi, self._comm, self._notices = mpi, ranks, ranks.Dup()
