@@ -87,7 +87,6 @@ MESH = JobFeature(
         Exclusion("norm.kind", among("sync"), why="not made yet"),
         Exclusion("log.noise_scale", among(True), why="a rank has gradients of its part alone"),
         Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
-        Exclusion("batch.micro", among("auto"), why="not made yet"),
     ),
     lines_of_ranks=lambda config, hosts: mesh_lines(config.parallel, hosts),
     fields_of_start=lambda config, ranks: mesh_fields(config.parallel, ranks),

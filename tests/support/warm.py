@@ -204,7 +204,7 @@ class Server:
 
     def _tell_that_it_ended(self, descriptor: int) -> None:
         fork = self._forks.pop(descriptor)
-        fork.link.unlink()
+        fork.link.unlink(missing_ok=True)  # the folder goes with the tests
         _, status, used = os.wait4(fork.pid, 0)
         note({"test": fork.test.rpartition(" (")[0], "cpu_s": used.ru_utime + used.ru_stime})
         with contextlib.suppress(OSError):

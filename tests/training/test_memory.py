@@ -125,3 +125,24 @@ def test_a_job_with_lengths_in_tokens_is_forecast() -> None:
     config = configure(None, words)
     found = forecast_of_job(config, open_datasets(config), SingleProcessCommunicator())
     assert (found.ranks, found.share) == (1, 64)
+
+
+class Two(SingleProcessCommunicator):
+    """A size, of ranks that a forecast needs no more of."""
+
+    size = local_size = 2
+    features = SingleProcessCommunicator.features | {"p2p"}
+
+
+@pytest.mark.parametrize("part", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"])
+def test_auto_takes_what_fits_on_ranks_that_have_a_model_together(part: str) -> None:
+    config = configure(
+        None, ["data.name=digits", "model.name=mlp", "model.widths=[32,32]", "batch.size=256", "batch.micro=auto", *part.split()]
+    )
+    found = forecast_of_job(config, open_datasets(config), Two())
+    assert found.share == 256, "both ranks read the same samples"
+    sizes = {micro: found.footprint(micro=micro).total for micro in (1, 16, 256)}
+    assert sizes[1] <= sizes[16] <= sizes[256], sizes
+    room_bytes = (sizes[16] + sizes[256]) / 2
+    micro = largest_micro(lambda samples: found.footprint(micro=samples).total, found.share, room_bytes)
+    assert 16 <= micro <= 256 and found.footprint(micro=micro).total <= room_bytes
