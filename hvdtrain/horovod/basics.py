@@ -1,9 +1,13 @@
-"""init(), shutdown(), and where this rank is."""
+"""init() and shutdown(), ranks and sizes, what the engine is built with, and traces for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
@@ -78,3 +82,82 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host has as many ranks."""
     return JOB.engine.is_homogeneous
+
+
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """Whether the ranks of this job are connected by MPI: on the mpi engine, and by Horovod on MPI."""
+    return JOB.is_initialized and JOB.engine.name in ("mpi", "horovod on MPI")
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may call MPI at the same time. Raises ValueError where MPI does not run."""
+    if not mpi_enabled():
+        raise BadCall("Horovod MPI is not enabled", "hvd.mpi_threads_supported()", "HVDTRAIN_ENGINE=mpi")
+    from hvdtrain.comm.mpi import load
+
+    mpi = load()
+    return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def gloo_built() -> bool:
+    """Whether torch.distributed has Gloo."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
+def gloo_enabled() -> bool:
+    """Whether the ranks of this job are connected by Gloo: on the torchdist engine, and by Horovod without MPI."""
+    return JOB.is_initialized and JOB.engine.name in ("torchdist", "horovod on Gloo")
+
+
+def nccl_built() -> int:
+    """The version of torch's own NCCL, as NCCL counts it; 0 where there is none."""
+    if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0)[:3]
+    return int(major * 10_000 + minor * 100 + patch)
+
+
+def cuda_built() -> bool:
+    """Whether torch is built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch is built for ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """False: IBM's library is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's library is not used."""
+    return False
+
+
+def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
+    """Nothing for "horovod.torch", which needs no extension here. Raises ImportError for that of another framework."""
+    if ext_name not in ("horovod.torch", "hvdtrain.horovod", "hvdtrain.horovod.torch"):
+        raise ImportError(f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch")
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begins a trace in a new file, on rank 0; with "{rank}" in the path every rank that calls it writes its own.
+
+    Each name has a row: NEGOTIATE_ALLREDUCE from the call until every rank has made it, ALLREDUCE while the collective is made, with dtype,
+    shape, and how many tensors share the collective. mark_cycles: marks the beginning of each round of agreement. HOROVOD_TIMELINE=PATH
+    begins one in init().
+    """
+    JOB.engine.start_timeline(str(file_path), mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the trace; the file is complete."""
+    JOB.engine.stop_timeline()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.horovod.tensors import as_torch
+from hvdtrain.horovod.call import as_torch
 
 
 class Compressor:

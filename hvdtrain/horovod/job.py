@@ -1,4 +1,4 @@
-"""The job of this process: init() and shutdown(), its engine, and the handles of what is under way."""
+"""The job of this process: init() and shutdown(), its engine and which one it is, and the handles of what is under way."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import itertools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.engines import Installed, select_engine
 from hvdtrain.comm.mpi import abort_world, has_several_ranks
-from hvdtrain.errors import exit_code_of
-from hvdtrain.horovod.engine.connect import connect
-from hvdtrain.horovod.engine.engine import GLOBAL, Engine
+from hvdtrain.comm.placement import Placement, placement, take_part_of_gpu
+from hvdtrain.comm.rendezvous import allow_open_files
+from hvdtrain.config import plugins
+from hvdtrain.errors import UserError, exit_code_of, nearest
+from hvdtrain.horovod.engine.engine import GLOBAL, Engine, settings_of
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.requests import Request, Signature
 
+ENGINE_VARIABLE = "HVDTRAIN_ENGINE"
+ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")
 Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
 
 
@@ -164,3 +171,50 @@ class Job:
 
 
 JOB = Job()
+
+
+def connect(comm: Any) -> Engine:
+    """comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator. A collective."""
+    place, settings = placement(os.environ), settings_of(os.environ)
+    allow_open_files(place.size)
+    take_part_of_gpu(place, os.environ)
+    name = engine_name(os.environ, place)
+    if _means_some(comm, place):
+        if name != "mpi":
+            raise BadCall(
+                f"the {name} engine starts all ranks of the launcher", "hvd.init(comm=...)", f"{ENGINE_VARIABLE}=mpi; or a process set"
+            )
+        communicator: Communicator = cast(Any, plugins.load("comm", "mpi", ENGINE_VARIABLE)).connect_some(place, comm)
+    elif name == "horovod":
+        from hvdtrain.horovod.engine.through_horovod import HorovodEngine
+
+        return HorovodEngine(place)
+    else:
+        communicator = cast(Communicator, plugins.load("comm", name, ENGINE_VARIABLE).connect(place))
+    return OwnEngine(communicator, settings)
+
+
+def engine_name(environ: Mapping[str, str], place: Placement) -> str:
+    """auto is what comm.engine=auto selects among our own; Horovod only where horovodrun has started the ranks.
+
+    Raises UserError for another name.
+    """
+    name = environ.get(ENGINE_VARIABLE, "auto")
+    if name not in ENGINES:
+        raise UserError(f"{ENGINE_VARIABLE}={name!r} is no engine", "the environment", nearest(name, ENGINES))
+    if name != "auto":
+        return name
+    if place.launcher == "horovodrun":
+        return "horovod"
+    return select_engine(place, environ, Installed(horovod=lambda: False, horovod_nccl=lambda: False, nccl=_has_nccl)).engine
+
+
+def _has_nccl() -> bool:
+    return bool(plugins.load("comm", "torchdist", ENGINE_VARIABLE).has_nccl())
+
+
+def _means_some(comm: Any, place: Placement) -> bool:
+    """Whether it is an MPI communicator, or a list of some of the ranks."""
+    if comm is None or (isinstance(comm, Sequence) and not comm):
+        return False
+    return not isinstance(comm, Sequence) or sorted(comm) != list(range(place.size))

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.signed import pack, unpack
-from hvdtrain.horovod import class_forms, library_forms, table_forms
+from hvdtrain.horovod import class_forms, library_forms
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
 _FIX = "numbers, strings, bytes, None, paths, containers, dataclasses, arrays, tensors, tables; of an object of your own its __dict__"
 _FIX_STATE = "its state_dict(), which the others give to load_state_dict() of theirs"
-_FORMS = library_forms.FORMS | table_forms.FORMS
 _TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
 
@@ -100,7 +99,7 @@ class _Dataclass(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What library_forms and table_forms have."""
+    """What library_forms has."""
 
     kind: str
     content: Any
@@ -169,8 +168,8 @@ def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (on
         return _Set(_members(thing, where, place), kind is frozenset)
     if kind is deque:
         return _Deque(_members(thing, where, place), thing.maxlen)
-    if (name := next((name for name, form in _FORMS.items() if form.fits(thing)), None)) is not None:
-        return _Form(name, _plain(_content(_FORMS[name], thing, where, place), where, place))
+    if (name := next((name for name, form in library_forms.FORMS.items() if form.fits(thing)), None)) is not None:
+        return _Form(name, _plain(_content(library_forms.FORMS[name], thing, where, place), where, place))
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _of_tensor(thing)
     if kind is np.ndarray and not thing.dtype.hasobject:
@@ -289,7 +288,7 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
             fields = {name: _restored(value) for name, value in thing.fields.items()}
             return class_forms.dataclass(class_forms.Path(thing.module, thing.name), fields)
         case _Form():
-            return _FORMS[thing.kind].restore(_restored(thing.content))
+            return library_forms.FORMS[thing.kind].restore(_restored(thing.content))
         case _Range():
             return (range if thing.kind == "range" else slice)(*_restored(thing.bounds))
         case _Path():

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import first_line
+from hvdtrain.horovod.collectives import allgather
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.gathers import allgather
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.object_forms import packed, unpacked
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set

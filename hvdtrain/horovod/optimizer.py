@@ -1,21 +1,22 @@
-"""DistributedOptimizer: an optimizer whose gradients are reduced over ranks while backward computes the others."""
+"""DistributedOptimizer: an optimizer whose gradients, or steps with Adasum, are combined over ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-from hvdtrain.horovod.adasum_optimizer import AdasumSteps
+from hvdtrain.horovod.call import Adasum, Average, synchronize
 from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.gradients import Gradients, GradientSteps
+from hvdtrain.horovod.gradients import Gradients, GradientSteps, Names, load_in_place, named, parameter_groups
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.ops import Adasum, Average
-from hvdtrain.horovod.parameter_groups import named, parameter_groups
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.reductions import allreduce_async_
 
 _WHERE = "hvd.DistributedOptimizer()"
 
@@ -73,3 +74,51 @@ def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
     # A schedule that was made before has put the optimizer's own step() into its attributes, which would step without the other ranks.
     found.__dict__.update((name, value) for name, value in optimizer.__dict__.items() if name != "step")
     return found
+
+
+class AdasumSteps:
+    """The methods that DistributedOptimizer(op=Adasum) puts before those of an optimizer."""
+
+    def begin(self, names: Names, compression: type[Compressor], passes: int, process_set: ProcessSet) -> None:
+        self._names, self._compression, self._process_set = names, compression, process_set
+        self._trained = [parameter for parameter in names if parameter.requires_grad]
+        self.backward_passes_per_step = passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients accumulate until step(), whatever their number."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Nothing: what is combined are the changes of the weights."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads a state as the optimizer's own method does."""
+        base: Any = super()
+        load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
+        optimizer: Any = self
+        load_in_place(optimizer, load)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own, of which the changes on all ranks are combined."""
+        starts = [parameter.detach().clone() for parameter in self._trained]
+        base: Any = super()
+        if closure is None:
+            loss = base.step()
+        else:
+            with torch.enable_grad():
+                loss = base.step(closure)
+        if not self._process_set.included():
+            return loss
+        under_way = []
+        for parameter, start in zip(self._trained, starts, strict=True):
+            wire, ctx = self._compression.compress(parameter.detach() - start)
+            name = self._names[parameter]
+            under_way.append((allreduce_async_(wire, None, name, Adasum, process_set=self._process_set), wire, ctx))
+        for parameter, start, (handle, wire, ctx) in zip(self._trained, starts, under_way, strict=True):
+            synchronize(handle)
+            parameter.copy_(start + self._compression.decompress(wire, ctx))
+        return loss

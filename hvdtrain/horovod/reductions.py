@@ -1,19 +1,17 @@
-"""allreduce and its forms: asynchronous, in place, grouped, sparse; autograd goes through those that wait."""
+"""allreduce and its forms: asynchronous, in place, grouped; autograd goes through those that wait."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.horovod.call import Call, Max, Min, Product, Sum, given_op, own, synchronize
 from hvdtrain.horovod.compression import Compression, Compressor
-from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import Product, given_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_gradients import gradients, shares
-from hvdtrain.horovod.start import Call
-from hvdtrain.horovod.tensors import own
+
+Reduce = Callable[[list[torch.Tensor], int, float, float], list[torch.Tensor]]  # tensors, op, prescale, postscale
 
 
 def allreduce_async(
@@ -173,3 +171,42 @@ class _Allreduce(torch.autograd.Function):
             found_shares = shares(ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:])
         found = gradients(ctx.op, ctx.factors, list(grads), found_shares, reduce)
         return (None, None, None, None, None, None, *found)
+
+
+def shares(
+    op: int, factors: tuple[float, float], inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """What gradients() needs of the values for Min, Max and Product, found where they are known: a backward() frees nothing of it.
+
+    Of Min and Max where a rank has the extreme; of Product the product of the others. None where the op, or a 0 in a product, has none.
+    """
+    before, after = factors
+    pairs = list(zip(inputs, results, strict=True))
+    if op in (Min, Max):
+        return [x * before * after == y for x, y in pairs]
+    if op != Product or any(bool((x == 0).any()) for x in inputs):
+        return None
+    return [y / x for x, y in pairs]
+
+
+def gradients(
+    op: int, factors: tuple[float, float], grads: Sequence[torch.Tensor], shares: Sequence[torch.Tensor] | None, reduce: Reduce
+) -> list[torch.Tensor]:
+    """factors: of before and after. shares: what shares() gave.
+
+    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and Max the gradient goes to the ranks that
+    have the extreme, in equal parts; of Product to each as the product of the others. Horovod reduces these gradients by the same op, which
+    is no derivative.
+    """
+    before, after = factors
+    if op not in (Min, Max, Product):
+        return reduce(list(grads), op, before, after)
+    summed = reduce(list(grads), Sum, 1.0, 1.0)
+    if shares is None:
+        raise NotImplementedError("the gradient of hvd.Product where an input is 0")
+    if op == Product:
+        return [grad * share for grad, share in zip(summed, shares, strict=True)]
+    is_extreme = [share.to(grad.dtype) for share, grad in zip(shares, summed, strict=True)]
+    ranks = reduce(is_extreme, Sum, 1.0, 1.0)
+    found = zip(summed, is_extreme, ranks, strict=True)
+    return [grad * extreme / count.clamp(min=1) * (before * after) for grad, extreme, count in found]

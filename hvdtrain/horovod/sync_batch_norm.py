@@ -8,9 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.horovod.gathers import allgather
+from hvdtrain.horovod.call import Sum
+from hvdtrain.horovod.collectives import allgather
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.ops import Sum
 from hvdtrain.horovod.reductions import allreduce
 
 

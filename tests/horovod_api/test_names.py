@@ -10,9 +10,9 @@ import ranks
 
 import hvdtrain.horovod as hvd
 from hvdtrain.errors import UserError
-from hvdtrain.horovod.engine.connect import engine_name
+from hvdtrain.horovod.engine.engine import Settings, settings_of
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.settings import Settings, settings_of
+from hvdtrain.horovod.job import engine_name
 
 # What horovod.torch 0.28.1 exports.
 NAMES = """Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum SyncBatchNorm add_process_set

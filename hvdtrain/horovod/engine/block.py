@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ INLINE_BYTES = 448  # of small tensors: with the header 496 bytes of every rank,
 INLINE_RANKS = 8  # sets of more ranks exchange headers alone
 INLINE_REQUESTS = 16
 _INLINE_OPS = ("average", "sum", "min", "max", "product")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -105,3 +108,16 @@ def _inline_bytes(request: Request) -> int:
 def _rounded(tensor: torch.Tensor) -> int:
     """Its bytes, in whole places of the block."""
     return -(-tensor.numel() * tensor.element_size() // _PLACES) * _PLACES
+
+
+def outside_of_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that mode cannot be changed after it."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return outside

@@ -17,18 +17,14 @@ from hvdtrain.comm.exchange import Exchange
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.errors import LOST, UserError, exit_code_of
 from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
-from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
-from hvdtrain.horovod.engine.callers import Callers
+from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block, outside_of_inference
+from hvdtrain.horovod.engine.engine import Settings
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
-from hvdtrain.horovod.engine.inference import outside_of_inference
-from hvdtrain.horovod.engine.inline import finish_inline
-from hvdtrain.horovod.engine.patience import ANNOUNCE_S, Waiting, lost_ranks, wait_for, wait_without_word
-from hvdtrain.horovod.engine.perform import Performer
+from hvdtrain.horovod.engine.perform import Performer, Streams
+from hvdtrain.horovod.engine.reduce import finish_inline, stand_in
 from hvdtrain.horovod.engine.requests import Key, Request, Signature
-from hvdtrain.horovod.engine.settings import Settings
-from hvdtrain.horovod.engine.stand_in import stand_in
-from hvdtrain.horovod.engine.streams import Streams
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
+from hvdtrain.horovod.engine.waiting import ANNOUNCE_S, Callers, Waiting, lost_ranks, wait_for, wait_without_word
 
 IDLE_S = 0.005  # between two rounds in which nothing could be made
 LOOK_S = 0.001  # between two looks of a thread whether another one, which makes the rounds, has made its request

@@ -15,13 +15,12 @@ from hvdtrain.comm.communicator import Communicator, elastic
 from hvdtrain.comm.exchange import Alone, Exchange
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.errors import UserError
-from hvdtrain.horovod.engine.callers import Callers
-from hvdtrain.horovod.engine.engine import GLOBAL
+from hvdtrain.horovod.engine.engine import GLOBAL, Settings
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
 from hvdtrain.horovod.engine.requests import Request, Signature
-from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import RANK, Timeline
+from hvdtrain.horovod.engine.waiting import Callers
 
 
 class OwnEngine:

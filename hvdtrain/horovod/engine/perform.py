@@ -1,22 +1,20 @@
-"""Makes the collectives of batches: packs their tensors into one buffer where they are several, and hands out the results."""
+"""Makes the collectives of batches, on streams of their own: packs several tensors into one buffer, and hands out the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import is_for_engine, reduced, scattered_sums, start_reduce_
-from hvdtrain.horovod.engine.requests import Request
-from hvdtrain.horovod.engine.scale import average_, scale_
-from hvdtrain.horovod.engine.streams import Streams
-from hvdtrain.horovod.engine.swap import as_bytes, swap
+from hvdtrain.horovod.engine.reduce import as_bytes, finish_reduction_, is_for_engine, reduced, scale_, scattered_sums, start_reduce_, swap
+from hvdtrain.horovod.engine.requests import Batch, Request, Unit, batches, runs
 from hvdtrain.horovod.engine.timeline import Timeline
-from hvdtrain.horovod.engine.units import Batch, Unit, batches, runs
 
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
 
@@ -221,14 +219,6 @@ def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) ->
             scale_(part, batch.signature.prescale)
 
 
-def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float) -> None:
-    """ranks: that gave something to it."""
-    if op == "average":
-        average_(flat, ranks, postscale)
-    else:
-        scale_(flat, postscale)
-
-
 def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> None:
     """Raises BadCall where they are not one for each rank of the set, or more than there are rows."""
     if len(splits) != size:
@@ -254,3 +244,56 @@ def _hand_out(units: Sequence[Unit], found: Sequence[torch.Tensor], results: Res
 
 def _row_bytes(tensor: torch.Tensor) -> int:
     return int(np.prod(tensor.shape[1:], dtype=np.int64)) * tensor.element_size()
+
+
+class Streams:
+    """The streams of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other."""
+
+    def __init__(self, gpus: Cuda | None = None) -> None:
+        self._gpus = gpus or Cuda()
+        self._own: dict[torch.device, Stream] = {}
+
+    def ask(self, request: Request) -> None:
+        """By the thread that asks: the collective will follow what its present streams have been given until now."""
+        if self._gpus.kind not in request.signature.devices:
+            return
+        request.asked = [self._gpus.present(device).record_event() for device in self._devices(request.inputs)]
+
+    def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
+        """By the thread that makes the collectives: inside, its present streams are those of the set, behind what the requests follow."""
+        on_gpus = [request for request in requests if self._gpus.kind in request.signature.devices]
+        return self._behind(on_gpus) if on_gpus else nullcontext(())
+
+    @contextmanager
+    def _behind(self, on_gpus: Sequence[Request]) -> Iterator[Sequence[Stream]]:
+        devices = self._devices(tensor for request in on_gpus for tensor in request.inputs)
+        streams = {device: self._stream(device) for device in devices}
+        for request in on_gpus:
+            for event in request.asked:
+                streams[event.device].wait_event(event)
+            for tensor in (*request.inputs, *request.outputs):
+                if tensor.device in streams:
+                    self._gpus.keep(tensor, streams[tensor.device])
+        with ExitStack() as present:
+            for stream in streams.values():
+                present.enter_context(self._gpus.use(stream))
+            yield list(streams.values())
+
+    def receive(self, request: Request) -> None:
+        """By the thread that has waited for the request: its present streams follow the results."""
+        for event in request.made:
+            self._gpus.present(event.device).wait_event(event)
+        if request.made:
+            for result in request.result:
+                tensor = result[0] if isinstance(result, tuple) else result
+                if tensor.device.type == self._gpus.kind:
+                    self._gpus.keep(tensor, self._gpus.present(tensor.device))
+
+    def _devices(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+        """GPUs, each once."""
+        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type == self._gpus.kind))
+
+    def _stream(self, device: torch.device) -> Stream:
+        if device not in self._own:
+            self._own[device] = self._gpus.new(device)
+        return self._own[device]

@@ -1,4 +1,4 @@
-"""One reduction of a flat tensor over the ranks of a communicator, of every dtype that torch can add up."""
+"""Reductions over the ranks of a communicator, of every dtype that torch can add up: in collectives, or from the blocks of a round."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of
+from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of, point_to_point
 from hvdtrain.horovod.engine.adasum import adasum_
-from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS
+from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS, Block, Place
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.requests import name_of
-from hvdtrain.horovod.engine.swap import as_bytes, swap
+from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
+TAG = 22  # of its messages
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
 PIECE_BYTES = 16 << 20  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
@@ -164,6 +164,35 @@ def combine(op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor |
     return _OPS[op](one, other, out=out)
 
 
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """In place. Integers are multiplied in float64 and truncated towards zero, as Horovod does."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
+
+
+def average_(tensor: torch.Tensor, ranks: int, factor: float) -> None:
+    """The sum over so many ranks, divided, and multiplied by `factor`, in place. Integers are divided exactly, then truncated."""
+    if factor != 1.0 or tensor.is_floating_point() or tensor.is_complex():
+        scale_(tensor, factor / ranks)
+    elif tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # in host memory: torch does not divide them
+        array = tensor.numpy()
+        array //= ranks
+    else:
+        tensor.div_(ranks, rounding_mode="trunc")
+
+
+def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float) -> None:
+    """ranks: that gave something to it."""
+    if op == "average":
+        average_(flat, ranks, postscale)
+    else:
+        scale_(flat, postscale)
+
+
 def neutral(op: str, dtype: torch.dtype) -> float | bool:
     """What a rank that has joined gives: it leaves the result to the others."""
     if op not in ("min", "max", "product"):
@@ -176,3 +205,69 @@ def neutral(op: str, dtype: torch.dtype) -> float | bool:
         return float("inf") if op == "min" else float("-inf")
     limits = torch.iinfo(dtype)
     return limits.max if op == "min" else limits.min
+
+
+def stand_in(signature: Signature, size: int) -> Request:
+    """size: ranks of the set."""
+    inputs = []
+    for dtype_name, shape, device in zip(signature.dtypes, signature.shapes, signature.devices, strict=True):
+        dtype = getattr(torch, dtype_name)
+        lengths = [0 if length == ANY else length for length in shape]
+        value = neutral(signature.op, dtype) if signature.kind in ("allreduce", "reducescatter") else 0
+        inputs.append(torch.full(lengths, value, dtype=dtype, device=device))
+    request = Request(signature, inputs, splits=[0] * size if signature.kind == "alltoall" else ())
+    request.is_stand_in = True
+    return request
+
+
+def finish_inline(block: Block, requests: Sequence[Request], ranks: Sequence[int]) -> None:
+    """ranks: of the job, those of the set."""
+    places = iter(block.places(requests))
+    for request in requests:
+        results = []
+        for index, tensor in enumerate(request.inputs):
+            value = _result(request, next(places), ranks).view(tensor.shape)
+            results.append(request.outputs[index].copy_(value) if request.outputs else value)
+        request.finish(results)
+
+
+def _result(request: Request, place: Place, ranks: Sequence[int]) -> torch.Tensor:
+    """In memory of its own."""
+    signature = request.signature
+    if signature.kind == "broadcast":
+        return place.of_ranks[ranks.index(signature.root)].clone()
+    parts = place.of_ranks
+    if signature.prescale != 1.0:
+        parts = [part.clone() for part in parts]
+        for part in parts:
+            scale_(part, signature.prescale)
+    op = "sum" if signature.op == "average" else signature.op
+    total = parts[0].clone() if len(parts) == 1 else combine(op, parts[0], parts[1])
+    for part in parts[2:]:
+        combine(op, total, part, total)
+    finish_reduction_(total, signature.op, len(parts), signature.postscale)
+    return total
+
+
+def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
+    """mine[r] to rank r; theirs[r], which is contiguous, takes what rank r sends. Of this rank both may be the same memory."""
+    rank = communicator.rank
+    if theirs[rank].data_ptr() != mine[rank].data_ptr():
+        theirs[rank].copy_(mine[rank])
+    others = [other for other in range(communicator.size) if other != rank]
+    if not others:
+        return
+    wire = point_to_point(communicator, f"messages of {name!r}")
+    handles = [wire.start_recv(as_bytes(theirs[other].view(-1)), other, name, TAG) for other in others if theirs[other].numel()]
+    handles += [wire.start_send(as_bytes(mine[other].reshape(-1)), other, name, TAG) for other in others if mine[other].numel()]
+    for handle in handles:
+        handle.wait()
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A view, of a contiguous tensor of one dimension."""
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.uint8)
+    if flat.stride(0) != 1:  # of one number, as of a row of a transposed tensor: any stride is contiguous then
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a rank asks for: one collective of one or several tensors, and what of it has to be the same on every rank."""
+"""What a rank asks for: one collective of tensors; what of it has to be the same on every rank, and which tensors travel together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter
 ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
 ANY = -1  # a length that may differ over ranks
 Key = tuple[str, str, bool]  # what a request is known by among those under way: kind, name, whether it has several tensors
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_digests: dict[Signature, int] = {}
+_MOST_DIGESTS = 100_000
+ALONE_BYTES = 1 << 20  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own
+_ANY_ROWS = ("allgather", "alltoall")  # their sizes differ over ranks, so that nothing may depend on them
 
 
 class Signature(NamedTuple):
@@ -82,11 +87,6 @@ def name_of(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_digests: dict[Signature, int] = {}
-_MOST_DIGESTS = 100_000
-
-
 def digest(signature: Signature) -> int:
     """64 bits of a signature, the same in every process."""
     found = _digests.get(signature)
@@ -100,3 +100,64 @@ def digest(signature: Signature) -> int:
 def combined(digests: Sequence[int]) -> int:
     """One digest of several, in this order: 63 bits."""
     return digests[0] if len(digests) == 1 else xxhash.xxh64_intdigest(repr(digests).encode()) >> 1
+
+
+class Unit(NamedTuple):
+    """One tensor of a request."""
+
+    request: Request
+    place: int  # in the request
+    source: torch.Tensor
+
+    def target(self) -> torch.Tensor | None:
+        """Whose memory takes the result, where the caller has given it."""
+        return self.request.outputs[self.place] if self.request.outputs else None
+
+
+class Batch(NamedTuple):
+    """Units that one collective takes."""
+
+    signature: Signature  # of the first; the others have its kind, op, factors and root
+    units: list[Unit]
+    givers: int  # ranks that asked for it: an average is over these, and not over those that have joined
+
+
+def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: int) -> list[Batch]:
+    """In the order of their first units, which is the same on every rank. requests: each with the buckets that it has on the ranks.
+
+    Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so that batches do not depend on the time
+    at which ranks come to an agreement.
+    """
+    found: list[Batch] = []
+    last: dict[tuple[object, ...], tuple[list[Unit], int]] = {}  # what can be fused -> its newest batch, the bytes of that
+    for request, buckets in requests:
+        signature = request.signature
+        kind, op = signature.kind, signature.op
+        key = kind, op, signature.root, signature.prescale, signature.postscale, buckets
+        for place, source in enumerate(request.inputs):
+            unit, size = Unit(request, place, source), 0 if kind in _ANY_ROWS else source.nbytes
+            if op == "adasum" or size >= ALONE_BYTES:
+                found.append(Batch(signature, [unit], len(buckets)))
+                continue
+            whole = *key, source.dtype, source.device
+            units, so_far = last.get(whole, (None, 0))
+            if units is None or so_far + size > fusion_bytes:
+                units, so_far = [], 0
+                found.append(Batch(signature, units, len(buckets)))
+            units.append(unit)
+            last[whole] = units, so_far + size
+    return found
+
+
+def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
+    """First and end of what travels together, of tensors of so many bytes in this order."""
+    found: list[tuple[int, int]] = []
+    so_far = fusion_bytes
+    for place, size in enumerate(sizes):
+        if size < ALONE_BYTES and so_far + size <= fusion_bytes and found:
+            found[-1] = found[-1][0], place + 1
+            so_far += size
+        else:
+            found.append((place, place + 1))
+            so_far = size if size < ALONE_BYTES else fusion_bytes
+    return found

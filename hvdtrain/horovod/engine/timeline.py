@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.horovod.engine.requests import Request
-from hvdtrain.horovod.engine.units import Batch
+from hvdtrain.horovod.engine.requests import Batch, Request
 
 RANK = "{rank}"  # in a path: each rank has a file of its own; otherwise rank 0 alone has one
 

@@ -1,0 +1,194 @@
+"""A call from its beginning to its result: tensors of torch, NumPy and JAX, the operations by their names, the request, and the wait."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.reduce import check_moved, check_op
+from hvdtrain.horovod.engine.requests import ANY, ReduceOp, Request, Signature, name_of
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's library
+_NAMES: tuple[ReduceOp, ...] = ("average", "sum", "adasum", "min", "max", "product")
+
+
+class Call:
+    """One call of one or several tensors."""
+
+    def __init__(
+        self, kind: str, given: Any, name: str | None, process_set: ProcessSet, *, grouped: bool = False, in_place: bool = False
+    ) -> None:
+        """given: a tensor; a list of them where it is grouped."""
+        given = list(given) if grouped else [given]
+        self._grouped = grouped
+        self.set_id, self._kind, self._given, self._in_place = process_set.process_set_id, kind, given, in_place
+        self.name = JOB.name(kind, name, self.set_id)
+        self.where = f"{kind} {self.name!r}"
+        converted = [as_torch(x, self.where, in_place=in_place) for x in given]
+        self.tensors = [tensor for tensor, _ in converted]
+        self.backs: list[Back] = [back for _, back in converted]
+        for tensor in self.tensors:
+            check_moved(tensor.dtype, self.where)
+        if in_place and any(
+            stride == 0 and n > 1 for tensor in self.tensors for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise BadCall("numbers of this tensor share their memory", self.where, "tensor.contiguous(), or the call without _")
+        self._gets_copies = in_place and not all(map(is_target, given, self.tensors))
+        if not given:
+            raise BadCall("no tensors", self.where, "a list of at least one tensor")
+
+    def needs_rows(self) -> None:
+        """Raises BadCall where a tensor has no axis 0."""
+        if any(tensor.ndim == 0 for tensor in self.tensors):
+            raise BadCall(f"{self._kind} does not support scalar inputs: there is no axis 0", self.where, "tensor.reshape(1)")
+
+    def start(
+        self,
+        *,
+        op: str = "",
+        root: int = ANY,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        any_rows: bool = False,
+        splits: Sequence[int] = (),
+        finish: Callable[[Any], Any] | None = None,
+    ) -> int:
+        """A handle. any_rows: the lengths of axis 0 may differ. finish: of the result, or the list of them where the call is grouped."""
+        shapes = tuple((ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape) for tensor in self.tensors)
+        dtypes = tuple(name_of(tensor.dtype) for tensor in self.tensors)
+        devices = tuple([tensor.device.type for tensor in self.tensors])
+        signature = Signature(self.name, self._kind, op, dtypes, shapes, root, float(prescale), float(postscale), (), devices)
+        inputs = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors]
+        request = Request(signature, inputs, self.tensors if self._in_place and not self._gets_copies else (), splits)
+        return JOB.submit(self.set_id, request, finish or self._finish)
+
+    def start_reduction(self, op: int, prescale: float, postscale: float) -> int:
+        """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do not have."""
+        reduction = op_name(op, self.where)
+        for tensor in self.tensors:
+            check_op(reduction, tensor.dtype, not prescale == postscale == 1, self.where)
+        return self.start(op=reduction, prescale=prescale, postscale=postscale)
+
+    def _finish(self, results: list[torch.Tensor]) -> Any:
+        """Results as tensors of the caller's libraries; in place, what was given."""
+        if self._gets_copies:
+            for given, result in zip(self._given, results, strict=True):
+                put(result, given)
+        found = self._given if self._in_place else [back(result) for back, result in zip(self.backs, results, strict=True)]
+        return tuple(found) if self._grouped else found[0]
+
+
+def poll(handle: int) -> bool:
+    """Whether synchronize() would return at once. Begins and makes what does not need to wait for other ranks."""
+    return JOB.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for what was begun, and returns its result; None for a handle that was synchronized before.
+
+    Raises HorovodInternalError where ranks do not agree, or one of them does not take part: the message names them.
+    """
+    return JOB.wait(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns once every rank of the process set has called it."""
+    JOB.barrier(process_set.process_set_id)
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data: until every rank has joined it takes part, with nothing, in what the others reduce.
+
+    Averages are over the ranks that have not joined. Returns the rank that joined last. `device` is not needed.
+    """
+    return JOB.join()
+
+
+def op_name(op: int, where: str) -> ReduceOp:
+    """Raises ValueError for another number."""
+    if not isinstance(op, int) or not 0 <= op < len(_NAMES):
+        raise BadCall(f"op={op!r} is no reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product")
+    return _NAMES[op]
+
+
+def given_op(op: int | None, average: bool | None) -> int:
+    """`average` is the former name of Average and Sum. Raises ValueError where both are given."""
+    if average is None:
+        return Average if op is None else op
+    if op is not None:
+        raise BadCall(
+            "The op parameter supersedes average. Please provide only one of them.", "hvd.allreduce()", "op=hvd.Average or hvd.Sum"
+        )
+    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
+    return Average if average else Sum
+
+
+def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
+    """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and for memory that cannot be changed."""
+    if isinstance(x, torch.Tensor):
+        if x.layout != torch.strided:
+            raise BadCall("a sparse tensor", where, "tensor.to_dense(); or hvd.sparse_allreduce_async()")
+        return (x.detach() if x.requires_grad else x), _same
+    if isinstance(x, np.ndarray):
+        if in_place and not x.flags.writeable:
+            raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
+        return _of_array(x, where), _to_numpy
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        if in_place:
+            raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
+        return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
+    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, "a tensor of torch, an array of NumPy or JAX")
+
+
+def is_target(x: Any, tensor: torch.Tensor) -> bool:
+    """Whether results that are written to `tensor`, which as_torch() has made of x, are in x."""
+    if isinstance(x, np.ndarray):
+        return tensor.data_ptr() == x.ctypes.data
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def put(result: torch.Tensor, x: Any) -> None:
+    """Writes a result to x, a tensor of torch or an array of NumPy."""
+    if isinstance(x, np.ndarray):
+        x[...] = _to_numpy(result)
+        return
+    with torch.no_grad(), torch.inference_mode(x.is_inference()):  # outside of that mode nothing may change what was made in it
+        x.copy_(result)
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """This memory as a tensor that is no view: what an autograd function returns may be changed in place only then."""
+    if not tensor._is_view():
+        return tensor
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.name == "bfloat16":  # of JAX: numpy itself has none
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:  # of objects, texts, or the bytes of another kind of machine
+        raise BadCall(f"an array of dtype {array.dtype}: {error}", where, "an array of numbers, array.astype(...)") from None
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))  # known to numpy where JAX is loaded
+    return tensor.numpy()

@@ -1,0 +1,276 @@
+"""broadcast, allgather, alltoall and reducescatter with their forms, and the sparse allreduce; reductions.py has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from hvdtrain.horovod.call import Adasum, Average, Call, Sum, own, synchronize
+from hvdtrain.horovod.compression import Compression, Compressor
+from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
+from hvdtrain.horovod.engine.perform import check_splits
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.reductions import allreduce, grouped_allreduce
+
+Splits = torch.Tensor | Sequence[int] | None
+
+
+def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begins to send the tensor of rank `root_rank` (of the job, also in a process set) to all; synchronize() gives a new tensor."""
+    return _start_broadcast(Call("broadcast", tensor, name, process_set), root_rank, process_set)
+
+
+def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """A broadcast_async() into the tensor itself."""
+    return _start_broadcast(Call("broadcast", tensor, name, process_set, in_place=True), root_rank, process_set)
+
+
+def _start_broadcast(call: Call, root: int, process_set: ProcessSet) -> int:
+    ranks = JOB.engine.ranks_of(process_set.process_set_id) if process_set.process_set_id is not None else []
+    if ranks and root not in ranks:
+        raise BadCall(f"invalid root rank {root} for the process set of ranks {ranks[:16]}", call.where, "one of these ranks")
+    return call.start(root=int(root))
+
+
+def broadcast_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """A broadcast() into the tensor itself."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The tensor of rank `root_rank` on every rank. Gradients go through it."""
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        return _Broadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+class _Broadcast(torch.autograd.Function):
+    """The gradient of the root is the average of all, as Horovod's is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return own(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found = allreduce(grads[0], op=Average, process_set=ctx.process_set)
+        is_root = torch.tensor(JOB.engine.rank == ctx.root_rank, device=found.device)
+        return torch.where(is_root, found, torch.zeros_like(found)), None, None, None  # with a gradient of its own on every rank
+
+
+def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begins to concatenate the tensors of all ranks along axis 0, whose lengths may differ; synchronize() gives a new tensor."""
+    return _start_gather(Call("allgather", tensor, name, process_set))
+
+
+def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """An allgather_async() of several tensors as one request. synchronize() gives a tuple."""
+    return _start_gather(Call("allgather", tensors, name, process_set, grouped=True))
+
+
+def _start_gather(call: Call) -> int:
+    call.needs_rows()
+    return call.start(any_rows=True)
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The tensors of all ranks along axis 0, in the order of ranks. Gradients go through it."""
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        return _Allgather.apply(name, process_set, False, tensor)[0]
+    return synchronize(allgather_async(tensor, name, process_set))
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> tuple[Any, ...]:
+    """An allgather() of several tensors as one request."""
+    if torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+        return _Allgather.apply(name, process_set, True, *tensors)
+    found: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
+    return found
+
+
+class _Allgather(torch.autograd.Function):
+    """The gradient is averaged over ranks, as Horovod's is."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor) -> Any:
+        found = synchronize(_start_gather(Call("allgather", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)))
+        ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
+        return tuple(map(own, found if grouped else [found]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        process_set, rows = ctx.process_set, ctx.rows
+        lengths = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))  # (ranks, tensors)
+        before = lengths[: process_set.rank()].sum(0).tolist()
+        reduced = grouped_allreduce(list(grads), op=Average, process_set=process_set)
+        return (None, None, None, *(grad[start : start + own] for grad, start, own in zip(reduced, before, rows, strict=True)))
+
+
+def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begins to send each rank its rows of the tensor: splits[r] of them, in order, or equal parts.
+
+    synchronize() gives the rows received, in the order of ranks, and how many came from each: as splits' own dtype and device.
+    """
+    call = Call("alltoall", tensor, name, process_set)
+    call.needs_rows()
+    rows, size = len(call.tensors[0]), process_set.size() or 1
+    if splits is None:
+        if rows % size:
+            what = f"splits not provided, but the first dimension {rows} is not an even multiple of {size} ranks"
+            raise BadCall(what, call.where, "splits=[...], a number of rows for each rank")
+        numbers = [rows // size] * size
+    else:
+        listed = splits.tolist() if hasattr(splits, "tolist") else list(splits)
+        if any(not isinstance(n, Integral) for n in listed):
+            raise BadCall(f"splits of {type(listed[0]).__name__}", call.where, "splits=[...], a whole number of rows for each rank")
+        numbers = [int(n) for n in listed]
+    check_splits(numbers, rows, size, call.where)
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+    (back,) = call.backs
+
+    def finish(results: Any) -> tuple[Any, torch.Tensor]:
+        ((found, received),) = results
+        return back(found), torch.tensor(received, dtype=like.dtype, device=like.device)
+
+    return call.start(any_rows=True, splits=numbers, finish=finish)
+
+
+def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received splits). Gradients go through it."""
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        found, received = _Alltoall.apply(tensor, splits, name, process_set)
+    else:
+        found, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return found if splits is None else (found, received)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Any:
+        found, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        sent = len(tensor) if splits is None else sum(int(n) for n in splits)
+        ctx.received, ctx.process_set, ctx.kept = received, process_set, len(tensor) - sent
+        ctx.mark_non_differentiable(received)
+        return own(found), received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found, _ = alltoall(grads[0], ctx.received, None, ctx.process_set)
+        rest = found.new_zeros((ctx.kept, *found.shape[1:]))  # of rows that were sent to nobody
+        return (torch.cat([found, rest]) if ctx.kept else found), None, None, None
+
+
+def reducescatter_async(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begins a reduction of which each rank gets its rows: equally many, the first ranks one more. op: all but Adasum."""
+    return _start_scatter(Call("reducescatter", tensor, name, process_set), op, prescale_factor, postscale_factor)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """A reducescatter_async() of several tensors as one request. synchronize() gives a tuple."""
+    return _start_scatter(Call("reducescatter", tensors, name, process_set, grouped=True), op, prescale_factor, postscale_factor)
+
+
+def _start_scatter(call: Call, op: int, prescale: float, postscale: float) -> int:
+    call.needs_rows()
+    if op == Adasum:
+        raise NoSuchReduction("reducescatter has no Adasum", call.where, "another op; or hvd.allreduce(), and the rows of this rank")
+    return call.start_reduction(op, prescale, postscale)
+
+
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """This rank's rows of the reduction over the ranks of the process set. Gradients go through it."""
+    wire, ctx = compression.compress(tensor)
+    if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
+        (found,) = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, wire)
+    else:
+        found = synchronize(reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor))
+    return compression.decompress(found, ctx)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """A reducescatter() of several tensors as one request."""
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    wires = [wire for wire, _ in compressed]
+    if torch.is_grad_enabled() and any(isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires):
+        found = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *wires)
+    else:
+        found = synchronize(grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor))
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+
+
+class _Reducescatter(torch.autograd.Function):
+    """The gradients are those of the ranks' rows; of a sum, times the number of ranks, as in Horovod."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: int, process_set: ProcessSet, pre: float, post: float, grouped: bool, *tensors: torch.Tensor
+    ) -> Any:
+        call = Call("reducescatter", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
+        if op not in (Average, Sum):
+            raise BadCall(
+                "gradients go through a reducescatter of Average or Sum alone", call.where, "hvd.allreduce(), and this rank's rows"
+            )
+        found = synchronize(_start_scatter(call, op, pre, post))
+        ctx.factor = pre * post * ((process_set.size() or 1) if op == Sum else 1)
+        ctx.process_set = process_set
+        return tuple(map(own, found if grouped else [found]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        scaled = [grad * ctx.factor if ctx.factor != 1 else grad for grad in grads]
+        return (None, None, None, None, None, None, *grouped_allgather(scaled, None, ctx.process_set))
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it returns waits for the result."""
+    sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
+    names = (None, None, None) if name is None else (f"{name}.indices", f"{name}.values", f"{name}.ranks")
+    indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
+    values = allgather_async(sparse.values(), names[1], process_set)
+    givers = allgather_async(torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set)  # ranks that have not joined
+    shape = tensor.shape
+
+    def wait() -> torch.Tensor:
+        found_values, found_indices, ranks = synchronize(values), synchronize(indices), len(synchronize(givers))
+        if op == Average:
+            found_values = found_values / ranks
+        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, device=found_values.device, check_invariants=False)
+
+    return wait
