@@ -1,4 +1,4 @@
-"""Gloo as ranks leave it: connections that a rank cuts where others are lost, and threads that end before the interpreter does."""
+"""Gloo: the interface that it takes, connections that a rank cuts where others are lost, threads that end before the interpreter does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.rendezvous import Rendezvous, interface_of, local_address
 
 Address = tuple[str, int]
 THREAD_NAME = "pt_gloo_runloop"  # as torch calls the threads that carry out Gloo's collectives; torch 2.9 gives them no name
+
+
+def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
+    """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own name, often a loopback one."""
+    address = local_address(rendezvous, place.local_size == place.size)
+    name = interface_of(address) if address else None
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 class GlooConnections:

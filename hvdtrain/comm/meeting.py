@@ -1,4 +1,4 @@
-"""Where the ranks of torch.distributed meet at a store, without MPI: at the start, and after a loss to agree who is left."""
+"""The store where the ranks of torch.distributed meet: at the start, to compare what they are, and after a loss, to agree who is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.rendezvous import SECRET, Rendezvous
+from hvdtrain.comm.rendezvous import (
+    LOOPBACK,
+    SECRET,
+    Rendezvous,
+    host_to_connect,
+    listen,
+    listening_address,
+    local_address,
+    new_secret,
+)
 from hvdtrain.comm.signed import SignedStore
 from hvdtrain.errors import UserError
 
@@ -23,6 +32,48 @@ AT_A_TIME = 64
 PROBE_S = 5.0  # for a host to answer; one that is down does not, a process that has ended is refused at once
 HOST_EXITS_LATER_S = 0.5
 ALL = "all"  # the key of rank 0's word that all are here, or that there is a refusal
+
+
+def rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
+    """An address of rank 0, and a port that was free there a moment ago. Every rank calls it; raises UserError on all."""
+    hosts = communicator.allgather_object(socket.gethostname())
+    result: Rendezvous | UserError | None = None
+    if communicator.rank == 0:
+        try:
+            address = listening_address(hosts, hosts[0])
+            with listen(Rendezvous(address, 0), address == LOOPBACK) as probe:
+                result = Rendezvous(address, probe.getsockname()[1], secret=new_secret())
+        except UserError as error:
+            result = error
+    result = communicator.broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    assert result is not None
+    return result
+
+
+def open_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
+    """The store of this job, which rank 0 hosts unless the launcher does."""
+    if place.rank == 0 and not rendezvous.hosted:
+        listener = listen(rendezvous, place.local_size == place.size)
+        host, port = listener.getsockname()[:2]
+        store = dist.TCPStore(
+            host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    else:
+        store = connect_to_store(rendezvous, place, timeout)
+    return dist.PrefixStore(rendezvous.job, store)
+
+
+def connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
+    """A new connection. Raises UserError where rank 0 does not answer in time."""
+    host = host_to_connect(rendezvous, place.local_size == place.size)
+    try:
+        return dist.TCPStore(host, rendezvous.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        what = f"the rendezvous does not answer within {timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
+        fix = "start all ranks within that time, or comm.timeout_s=...; or comm.address=HOST:PORT that every host reaches"
+        raise UserError(what, f"{host}:{rendezvous.port}, from {socket.gethostname()}", fix) from None
 
 
 def wait_for_all_ranks(store: SignedStore, rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> None:
@@ -118,6 +169,15 @@ def _raise(refusal: UserError, rank: int) -> NoReturn:
 def not_of_this_job(where: str) -> UserError:
     what = "a process that is at the job's address does not have its secret"
     return UserError(what, where, f"give every host the same {SECRET}; or another port of comm.address=HOST:PORT")
+
+
+def own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
+    """A store that this process hosts, and the name of its host."""
+    one_host = communicator.local_size == communicator.size
+    host = LOOPBACK if one_host else local_address(rendezvous, one_host) or socket.gethostname()
+    listener = listen(Rendezvous(host, 0), one_host)
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), host
 
 
 class Address(NamedTuple):

@@ -16,23 +16,12 @@ import torch.distributed as dist
 from hvdtrain.comm import mpi
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.gloo import GlooConnections, wait_until_idle
+from hvdtrain.comm.gloo import GlooConnections, set_gloo_interface, wait_until_idle
 from hvdtrain.comm.group_collectives import EvenParts, GroupExchange, as_bytes, gather_rows
-from hvdtrain.comm.meeting import Meeting, not_of_this_job, wait_for_all_ranks
+from hvdtrain.comm.meeting import Meeting, connect_to_store, not_of_this_job, open_store, own_store, rendezvous_over_mpi, wait_for_all_ranks
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.rendezvous import (
-    LOOPBACK,
-    Rendezvous,
-    find_rendezvous,
-    host_to_connect,
-    interface_of,
-    listen,
-    listening_address,
-    local_address,
-    new_secret,
-    secret_of,
-)
+from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
 from hvdtrain.config.schema import CommConfig
@@ -66,71 +55,21 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     found, mpi_communicator = find_rendezvous(place, os.environ, comm.address), None
     if found is None:
         mpi_communicator = mpi.connect(place)
-        rendezvous = _rendezvous_over_mpi(mpi_communicator)
+        rendezvous = rendezvous_over_mpi(mpi_communicator)
     else:
         rendezvous = found._replace(secret=secret_of(os.environ))
-    store = _open_store(rendezvous, place, timeout)
+    store = open_store(rendezvous, place, timeout)
     wait_for_all_ranks(SignedStore(store, rendezvous.secret), rendezvous, place, timeout)
-    _set_gloo_interface(rendezvous, place)
+    set_gloo_interface(rendezvous, place)
     gloo = _start_process_group(dist.PrefixStore("group", store), place, timeout)
     if mpi_communicator is not None:
         return TorchDistCommunicator(place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous, gloo)
 
     def connection() -> SignedStore:
-        return SignedStore(dist.PrefixStore(rendezvous.job, _connect_to_store(rendezvous, place, timeout)), rendezvous.secret)
+        return SignedStore(dist.PrefixStore(rendezvous.job, connect_to_store(rendezvous, place, timeout)), rendezvous.secret)
 
     side_channel = StoreSideChannel(connection, place.rank, place.size)
     return TorchDistCommunicator(place, None, side_channel, rendezvous.secret, timeout, rendezvous, gloo)
-
-
-def _rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
-    """An address of rank 0, and a port that was free there a moment ago. Every rank calls it; raises UserError on all."""
-    hosts = communicator.allgather_object(socket.gethostname())
-    result: Rendezvous | UserError | None = None
-    if communicator.rank == 0:
-        try:
-            address = listening_address(hosts, hosts[0])
-            with listen(Rendezvous(address, 0), address == LOOPBACK) as probe:
-                result = Rendezvous(address, probe.getsockname()[1], secret=new_secret())
-        except UserError as error:
-            result = error
-    result = communicator.broadcast_object(result)
-    if isinstance(result, UserError):
-        raise result
-    assert result is not None
-    return result
-
-
-def _open_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
-    """The store of this job, which rank 0 hosts unless the launcher does."""
-    if place.rank == 0 and not rendezvous.hosted:
-        listener = listen(rendezvous, place.local_size == place.size)
-        host, port = listener.getsockname()[:2]
-        store = dist.TCPStore(
-            host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    else:
-        store = _connect_to_store(rendezvous, place, timeout)
-    return dist.PrefixStore(rendezvous.job, store)
-
-
-def _connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
-    """A new connection. Raises UserError where rank 0 does not answer in time."""
-    host = host_to_connect(rendezvous, place.local_size == place.size)
-    try:
-        return dist.TCPStore(host, rendezvous.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-    except dist.DistError as error:
-        what = f"the rendezvous does not answer within {timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
-        fix = "start all ranks within that time, or comm.timeout_s=...; or comm.address=HOST:PORT that every host reaches"
-        raise UserError(what, f"{host}:{rendezvous.port}, from {socket.gethostname()}", fix) from None
-
-
-def _set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
-    """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own name, often a loopback one."""
-    address = local_address(rendezvous, place.local_size == place.size)
-    name = interface_of(address) if address else None
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
@@ -155,15 +94,6 @@ def _leave_process_group(gloo: GlooConnections) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # the next one's name, the same on all ranks: one that was not formed has counted, too
-
-
-def _own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
-    """A store that this process hosts, and the name of its host."""
-    one_host = communicator.local_size == communicator.size
-    host = LOOPBACK if one_host else local_address(rendezvous, one_host) or socket.gethostname()
-    listener = listen(Rendezvous(host, 0), one_host)
-    host, port = listener.getsockname()[:2]
-    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), host
 
 
 FOREVER = timedelta(days=365)
@@ -354,7 +284,7 @@ class TorchDistCommunicator:
                 raise UserError(
                     what, "comm.engine=torchdist", "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop"
                 )
-            store, host = _own_store(self._rendezvous, self)
+            store, host = own_store(self._rendezvous, self)
             self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
             assert self._store is not None
             self._store.outlives_host, self._pending = True, WeakSet()
@@ -384,8 +314,8 @@ class TorchDistCommunicator:
         self._lost += self._mpi.shrink()
         self.rank, self.size = self._mpi.rank, self._mpi.size
         place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
-        rendezvous = _rendezvous_over_mpi(self._mpi)
-        self._form(lambda wait: _open_store(rendezvous, place, wait), place)
+        rendezvous = rendezvous_over_mpi(self._mpi)
+        self._form(lambda wait: open_store(rendezvous, place, wait), place)
         self._secret = rendezvous.secret
 
     def _shrink_by_meeting(self) -> None:
