@@ -102,7 +102,10 @@ class MpiSideChannel:
 
 
 class StoreSideChannel:
-    """Each use opens a connection of its own: a connection that waits for a key is blocked for all other use."""
+    """For ranks without MPI. Each use opens a connection of its own: one that waits for a key is blocked for all other use.
+
+    Values that no rank of the job has signed count as absent; an end that no rank has signed ends a rank with LOST, never with DONE.
+    """
 
     def __init__(self, connect: Callable[[], SignedStore], rank: int, size: int) -> None:
         """`connect` opens a new connection to the store of this job."""

@@ -131,7 +131,10 @@ def _arguments(thing: Any) -> list[Any]:
 
 
 class SignedStore:
-    """One connection to the store. Its methods raise RuntimeError where the connection is broken or a wait takes too long."""
+    """One connection to a store of torch.distributed, of which a value that no rank of the job has signed counts as absent.
+
+    Its methods raise RuntimeError where the connection is broken or a wait takes too long.
+    """
 
     def __init__(self, store: Any, secret: str) -> None:
         self._store, self._secret = store, secret

@@ -174,7 +174,10 @@ JOB = Job()
 
 
 def connect(comm: Any) -> Engine:
-    """comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator. A collective."""
+    """The engine that HVDTRAIN_ENGINE and the launcher select, connected. A collective.
+
+    comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator.
+    """
     place, settings = placement(os.environ), settings_of(os.environ)
     allow_open_files(place.size)
     take_part_of_gpu(place, os.environ)

@@ -77,7 +77,10 @@ def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
 
 
 class AdasumSteps:
-    """The methods that DistributedOptimizer(op=Adasum) puts before those of an optimizer."""
+    """The methods that DistributedOptimizer(op=Adasum) puts before those of an optimizer.
+
+    Each rank makes its own step, and the changes of the weights are combined (Maleki et al. 2020, arXiv:2006.02924).
+    """
 
     def begin(self, names: Names, compression: type[Compressor], passes: int, process_set: ProcessSet) -> None:
         self._names, self._compression, self._process_set = names, compression, process_set

@@ -192,7 +192,9 @@ def shares(
 def gradients(
     op: int, factors: tuple[float, float], grads: Sequence[torch.Tensor], shares: Sequence[torch.Tensor] | None, reduce: Reduce
 ) -> list[torch.Tensor]:
-    """factors: of before and after. shares: what shares() gave.
+    """The gradients of an allreduce, of the sum over ranks of what each computes from its result.
+
+    factors: of before and after. shares: what shares() gave.
 
     Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and Max the gradient goes to the ranks that
     have the extreme, in equal parts; of Product to each as the product of the others. Horovod reduces these gradients by the same op, which

@@ -111,7 +111,10 @@ def _rounded(tensor: torch.Tensor) -> int:
 
 
 def outside_of_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that mode cannot be changed after it."""
+    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that mode cannot be changed after it.
+
+    What rounds keep from call to call has to be of use outside of it, too.
+    """
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> T:

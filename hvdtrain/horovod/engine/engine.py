@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class Settings(NamedTuple):
-    """Times in seconds; None: never."""
+    """Horovod's environment variables that mean something here. Times in seconds; None: never."""
 
     fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
     warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS

@@ -247,7 +247,12 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 class Streams:
-    """The streams of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other."""
+    """The streams of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other.
+
+    They see what the caller's stream has computed, and that stream sees their results. A stream is a queue of work for a GPU; what is in
+    several of them runs side by side. The order between two streams is told to the GPU by events, so the host waits for neither. What
+    waits is only what follows in the stream that is told to wait.
+    """
 
     def __init__(self, gpus: Cuda | None = None) -> None:
         self._gpus = gpus or Cuda()

@@ -13,7 +13,7 @@ from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS, Block, Pla
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
-TAG = 22  # of its messages
+TAG = 22  # of the messages of swap()
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
 PIECE_BYTES = 16 << 20  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
@@ -208,7 +208,7 @@ def neutral(op: str, dtype: torch.dtype) -> float | bool:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """size: ranks of the set."""
+    """What a rank that has joined gives to a request of the others: nothing that changes their results. size: ranks of the set."""
     inputs = []
     for dtype_name, shape, device in zip(signature.dtypes, signature.shapes, signature.devices, strict=True):
         dtype = getattr(torch, dtype_name)
@@ -221,7 +221,10 @@ def stand_in(signature: Signature, size: int) -> Request:
 
 
 def finish_inline(block: Block, requests: Sequence[Request], ranks: Sequence[int]) -> None:
-    """ranks: of the job, those of the set."""
+    """Results of small tensors that came with a round's blocks: every rank computes them from all ranks' values, in the order of ranks.
+
+    ranks: of the job, those of the set.
+    """
     places = iter(block.places(requests))
     for request in requests:
         results = []
@@ -250,7 +253,10 @@ def _result(request: Request, place: Place, ranks: Sequence[int]) -> torch.Tenso
 
 
 def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
-    """mine[r] to rank r; theirs[r], which is contiguous, takes what rank r sends. Of this rank both may be the same memory."""
+    """Exchanges tensors in host memory: mine[r] goes to rank r; theirs[r], which is contiguous, takes what rank r sends.
+
+    Of this rank both may be the same memory.
+    """
     rank = communicator.rank
     if theirs[rank].data_ptr() != mine[rank].data_ptr():
         theirs[rank].copy_(mine[rank])
