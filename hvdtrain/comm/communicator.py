@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 from hvdtrain.comm.engines import Feature
@@ -245,6 +246,66 @@ class SingleProcessCommunicator:
 
     def close(self) -> None:
         pass
+
+
+class StartedCollectives(ABC):
+    """Blocking collectives of an engine that are its started ones, waited for at once."""
+
+    @abstractmethod
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        """Communicator.start_allreduce()"""
+
+    @abstractmethod
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        """Communicator.start_broadcast()"""
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return self.start_allreduce(x, name, op).wait()
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        return self.start_broadcast(x, name, root).wait()
+
+
+class AroundCommunicator:
+    """A communicator around another one, which does the work. Its collectives go through pass_on(), which a subclass overrides."""
+
+    def __init__(self, within: Any) -> None:
+        """within: a communicator."""
+        self.within = within
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.within, name)
+
+    def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
+        """The result of the collective inside: a buffer, or of one that is started a Handle. more: op or root, where it has one."""
+        return getattr(self.within, collective)(x, name, *more)
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return self.pass_on("allreduce", x, name, op)
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        return self.pass_on("start_allreduce", x, name, op)
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        return self.pass_on("broadcast", x, name, root)
+
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        return self.pass_on("start_broadcast", x, name, root)
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        return self.pass_on("start_reduce", x, name, root)
+
+    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
+        return self.pass_on("reduce_scatter", x, name)
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        return self.pass_on("start_reduce_scatter", x, name)
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        return self.pass_on("start_spread", x, name)
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        return self.pass_on("allgather", x, name)
 
 
 def part_of(length: int, rank: int, size: int) -> slice:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, StartedCollectives, check_buffer, part_of, writable
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
@@ -83,7 +83,7 @@ def library() -> str:
     return library_name(text.value.decode())
 
 
-class HorovodCommunicator:
+class HorovodCommunicator(StartedCollectives):
     """Works in place on the memory of x where it can. int8, int16 and uint8, which Horovod does not reduce, go through int32."""
 
     name = "horovod"
@@ -103,9 +103,6 @@ class HorovodCommunicator:
         if place.launcher == NO_LAUNCHER.launcher:
             self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
-    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self.start_allreduce(x, name, op).wait()
-
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = self._reducible(tensor)
@@ -117,9 +114,6 @@ class HorovodCommunicator:
     def _sum(self, operand: Any, name: str, op: Any) -> list[Any]:
         pieces = _pieces(operand, name)
         return [self._hvd.allreduce_async_(piece, name=part, op=op, process_set=self._set) for part, piece in pieces]
-
-    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        return self.start_broadcast(x, name, root).wait()
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         x, tensor = self._checked(x, "broadcast", name)

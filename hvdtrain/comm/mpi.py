@@ -77,7 +77,8 @@ def load() -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=False)
+        if "mpi4py.MPI" not in sys.modules:  # else it does what the script has told it
+            mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
         reason = str(error).splitlines()[0]
@@ -249,6 +250,9 @@ class MpiCommunicator:
     def be_ready_to_shrink(self, gpu: bool) -> None:
         if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):
             raise UserError("MPI ends with the first rank that is lost: it was started without ULFM", "comm.engine=mpi", _FIX_ULFM)
+        if sys.modules["mpi4py"].rc.finalize is not False:
+            what = "the script has loaded mpi4py, whose MPI_Finalize at the end may wait for lost ranks for ever"
+            raise UserError(what, "guard.lost", "import mpi4py; mpi4py.rc.finalize = False, before `from mpi4py import MPI`")
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, StartedCollectives, check_buffer, part_of, writable
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.gloo import GlooConnections, set_gloo_interface, wait_until_idle
 from hvdtrain.comm.group_collectives import EvenParts, GroupExchange, as_bytes, gather_rows
@@ -103,7 +103,7 @@ class _LostMeanwhile(Exception):
     """Another rank was lost while the living ones formed a group."""
 
 
-class TorchDistCommunicator:
+class TorchDistCommunicator(StartedCollectives):
     """Works in place on the memory of x where it can. int16, which neither library has, is summed through int32 and cast back."""
 
     name = "torchdist"
@@ -135,9 +135,6 @@ class TorchDistCommunicator:
         self._group: Any = None  # of torch.distributed: all ranks
         self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()  # devices where parts of all ranks are reduced and gathered so
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-
-    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self.start_allreduce(x, name, op).wait()
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
@@ -177,11 +174,6 @@ class TorchDistCommunicator:
         """The part of each rank that has one."""
         parts = [(rank, tensor[part_of(len(tensor), rank, self.size)]) for rank in range(self.size)]
         return [(rank, part) for rank, part in parts if len(part)]
-
-    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        x, tensor = self._checked(x, "broadcast", name)
-        dist.broadcast(as_bytes(tensor), group=self._group, group_src=root)
-        return x
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         """With Gloo an allreduce, of which this rank keeps its part: that takes half of the time."""

@@ -10,15 +10,21 @@ import os
 import signal
 from pathlib import Path
 
+import mpi4py
 import numpy as np
-from mpi4py import MPI
+import pytest
 
 from hvdtrain.comm import mpi
 from hvdtrain.comm.placement import placement
+from hvdtrain.errors import UserError
 
 
 def main(out: str) -> None:
-    ranks = mpi.connect(placement(os.environ))
+    ranks, MPI = mpi.connect(placement(os.environ)), mpi.load()
+    mpi4py.rc.finalize = None
+    with pytest.raises(UserError, match="the script has loaded mpi4py, whose MPI_Finalize"):
+        ranks.be_ready_to_shrink(gpu=False)
+    mpi4py.rc.finalize = False  # as mpi.load() does where nobody has loaded it before
     ranks.be_ready_to_shrink(gpu=False)
     first = ranks.rank
     ranks.confirm()  # nobody is lost

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, get_args
 from hvdtrain.cli.output import align
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, given_cuts
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, UnitCost, formula, of_stages, timeline
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.tasks.task import Task
@@ -74,6 +73,8 @@ def _label(config: Config) -> str:
 
 def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
     """By operations, by seconds, and as the job gives them, where that is for so many stages."""
+    from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, given_cuts  # torch, which other plans do without
+
     balance = config.parallel.balance
     found = [
         Cut("operations", balanced_cuts([unit.operations for unit in units], stages)),

@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, part_of
+from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Coordinates, Mesh, coordinates, mesh_of_layers, one_group
 from hvdtrain.config.schema import Config
 
 
-class PlannedCommunicator:
+class PlannedCommunicator(SingleProcessCommunicator):
     """One of `size` ranks; of rank 0 parts are the largest. Each collective takes the memory that the engine takes for it."""
 
     name = "planned"
@@ -26,21 +26,6 @@ class PlannedCommunicator:
         self.messages: dict[str, np.ndarray] = {}  # what start_recv() of these names receives; of others any numbers
         self._gathers_into_new_memory = "horovod_api" in features
         self.features = features - {"horovod_api", "ddp"}  # with which strategies call the libraries themselves
-
-    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return x
-
-    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return CompletedHandle(x)
-
-    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        return x
-
-    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        return CompletedHandle(x)
-
-    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        return CompletedHandle(x)
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         return x[part_of(len(x), self.rank, self.size)]
@@ -57,9 +42,6 @@ class PlannedCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing] * self.size
 
-    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
-        return thing
-
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         return CompletedHandle(x)
 
@@ -71,14 +53,8 @@ class PlannedCommunicator:
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return None
 
-    def split(self, color: int | None) -> PlannedCommunicator | None:
-        return None if color is None else self
-
     def abort(self, code: int) -> NoReturn:
         raise AssertionError("no rank is connected")
-
-    def close(self) -> None:
-        pass
 
 
 def planned_mesh(config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]) -> Mesh:
