@@ -269,8 +269,7 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
     With step_times those of single steps (log.step_times) too. The job may run, be over, or have been killed.
     """
     from hvdtrain.config.read import expand
-    from hvdtrain.report.dataframe import to_dataframe
-    from hvdtrain.report.run import read_run
+    from hvdtrain.report.run import read_run, to_dataframe
 
     folder = run.folder if isinstance(run, Run) else expand(run, "hvdtrain.read()")
     return to_dataframe(read_run(folder, step_times))

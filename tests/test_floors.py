@@ -40,7 +40,7 @@ ALLOWED = {  # the only files that may import these
     "matplotlib": ("report/figures/",),
     "rich": ("events/progress_display.py",),
     "jinja2": ("report/page.py",),
-    "pandas": ("report/dataframe.py", "api.py"),
+    "pandas": ("report/run.py", "api.py"),
     "tensorboard": ("events/trackers/tensorboard.py",),
     "mlflow": ("events/trackers/mlflow.py",),
     "wandb": ("events/trackers/wandb.py",),

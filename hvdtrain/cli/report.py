@@ -16,7 +16,7 @@ from hvdtrain.core.program import command_line
 from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.report import summary
-from hvdtrain.report.figures import draw, files
+from hvdtrain.report.figures import canvas, draw
 from hvdtrain.report.page import PageImage, render_page
 from hvdtrain.report.run import read_run
 
@@ -50,9 +50,9 @@ def report(arguments: Sequence[str]) -> int:
     drawn = draw.draw_all(runs, labels, progress)
     for number, (kind, figure) in enumerate(drawn, start=1):
         progress(f"writing: {number} of {len(drawn)}")
-        png = files.png(figure)
+        png = canvas.png(figure)
         pictures[_picture_name(kind)] = png
-        images.append(PageImage(kind.title, kind.description, files.data_url(files.svg(figure), png)))
+        images.append(PageImage(kind.title, kind.description, canvas.data_url(canvas.svg(figure), png)))
     command = command_line("report", *arguments)
     html = render_page(runs, labels, images, command)
     _remove_old_pictures(options.to, keep=set(pictures))

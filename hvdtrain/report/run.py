@@ -1,4 +1,4 @@
-"""A run read back from its folder: its configuration and its events, while the job runs, after its end or after a crash."""
+"""A run read back from its folder: configuration and events, while the job runs, after its end or after a crash; as a DataFrame, too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.read import read_run_config
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
+
+if TYPE_CHECKING:
+    import pandas
 
 Fields = dict[str, Any]  # of one event: "time", "kind", "step", and those of docs/events.md
 _OF_EVALUATIONS = ("epoch", "target")
@@ -38,6 +41,8 @@ _MOST_DEPTH = 8  # an event has three
 _FEWER_EVENTS = "fewer events; a larger log.every_steps writes fewer, and log.step_times=false"
 _EVENT_PREFIX = b'{"time":'  # of every line
 _STEP_TIMES = b'"kind": "step_times"'
+_KINDS_OF_ROWS = ("step", "epoch", "target", "step_times")  # of a DataFrame
+_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
 
 
 @dataclass(frozen=True)
@@ -208,3 +213,38 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return {assignment.key: assignment.value for assignment in read_run_config(folder)}
     except UserError:
         return {}
+
+
+def to_dataframe(run: RunRecord) -> pandas.DataFrame:
+    """Rows in the order of the job, index 0..n; columns time, kind, step, then the events' fields, nested ones as `phase_ms.forward`.
+
+    A field that an event lacks is NaN. attrs["config"] is the configuration by dotted key, attrs["run"] the folder.
+    Rows of single steps are there if the run was read with step_times. Raises UserError where pandas is not installed.
+    """
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise UserError("pandas is not installed", "hvdtrain.read()", "pip install 'hvdtrain[notebook]'") from None
+    rows = [_flat(event) for event in run.events if event["kind"] in _KINDS_OF_ROWS]
+    columns = dict.fromkeys(["time", "kind", "step", *(name for row in rows for name in row)])
+    frame = pandas.DataFrame(rows, columns=list(columns))
+    frame.attrs = {"run": str(run.folder), "config": dict(run.config)}
+    return frame
+
+
+def _flat(event: Fields, prefix: str = "") -> Fields:
+    """Mappings, and lists whose items have names, as dotted fields."""
+    flat: Fields = {}
+    for name, value in event.items():
+        items = _LIST_ITEMS.get(name)
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif items and isinstance(value, list) and len(value) == len(items):
+            flat |= {f"{prefix}{name}.{item}": _nan_for_none(inner) for item, inner in zip(items, value, strict=True)}
+        else:
+            flat[prefix + name] = _nan_for_none(value)
+    return flat
+
+
+def _nan_for_none(value: Any) -> Any:
+    return math.nan if value is None else value

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hvdtrain.report.mesh import mesh_of
-from hvdtrain.report.objective import objective_of
+from hvdtrain.report.metrics import objective_of
 from hvdtrain.report.run import Fields, RunRecord, number, numbers
+from hvdtrain.report.world import mesh_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
 SLOW = 1.1  # times the median of the ranks' own work; a rank above that holds the others up

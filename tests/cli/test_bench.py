@@ -36,7 +36,7 @@ from hvdtrain.cli.options import read_rank_counts, read_sizes
 from hvdtrain.cli.output import format_bytes, format_seconds
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
-from hvdtrain.report.figures.scaling_curve import draw
+from hvdtrain.report.figures.commands import draw_scaling
 
 BENCH = ["-m", "hvdtrain.cli.bench.command"]
 QUICK = ["--sizes", "3,4KiB", "--budget", "0.1", "comm.bucket_mb=0.0009765625"]
@@ -238,10 +238,10 @@ def test_picture(tmp_path: Path) -> None:
     title, lines = curves(study(), "mlp")
     assert [line.label for line in lines if line.panel == "weak"][:2] == ["measured", "ring"] and title.startswith("mlp: lan 50.0 ms")
     assert lines[0].ranks == [1, 2] and lines[0].efficiency == pytest.approx([1.0, 0.8])
-    assert draw(tmp_path / "a.png", title, lines) == f"picture: {tmp_path}/a.png"
+    assert draw_scaling(tmp_path / "a.png", title, lines) == f"picture: {tmp_path}/a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="cannot write the picture"):
-        draw(tmp_path / "none/a.png", title, lines)
+        draw_scaling(tmp_path / "none/a.png", title, lines)
 
 
 @needs_mpirun

@@ -23,8 +23,8 @@ from hvdtrain.cli.sweep.optuna_study import OptunaStudy
 from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
 from hvdtrain.cli.sweep.trial import Result, Trial, error_line, rows_of, state_of, table_lines
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.report.figures.sweep import SweepPoint, draw
-from hvdtrain.report.objective import ACCURACY, RunMetric
+from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
+from hvdtrain.report.metrics import ACCURACY, RunMetric
 
 JOB = ["framework=numpy", "model.name=linear"]
 LOSS = RunMetric("loss", lower_is_better=True)
@@ -191,7 +191,7 @@ def test_the_table_has_the_mean_over_the_seeds_and_the_best_row_first() -> None:
 def test_the_figure_has_a_panel_for_each_key(keys: list[str], tmp_path: Path) -> None:
     values = {"optim.base_lr": ["0.01", "0.1", "1"], "optim.name": ["sgd", "$x$"], "epochs": ["1", "2"], "model.widths": ["[8]", "[16,8]"]}
     points = [SweepPoint({key: values[key][i % len(values[key])] for key in keys}, 0.5 + i / 20, math.nan) for i in range(6)]
-    assert "f.png" in draw(tmp_path / "f.png", "a $ title", ACCURACY, points) and (tmp_path / "f.png").stat().st_size > 5000
+    assert "f.png" in draw_sweep(tmp_path / "f.png", "a $ title", ACCURACY, points) and (tmp_path / "f.png").stat().st_size > 5000
 
 
 def test_trials_side_by_side_share_the_machine() -> None:

@@ -24,8 +24,8 @@ from hvdtrain.cli.report import Progress
 from hvdtrain.core.program import command_line
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import scaling_comparisons
-from hvdtrain.report.figures import confusion, draw, files, mesh, ranks, speed, training
-from hvdtrain.report.figures.style import COLOURS, downsample
+from hvdtrain.report.figures import canvas, draw, ranks, speed, training
+from hvdtrain.report.figures.canvas import COLOURS, downsample
 from hvdtrain.report.page import render_page
 from hvdtrain.report.run import RunRecord
 from hvdtrain.report.summary import host_of
@@ -239,7 +239,7 @@ def test_the_lines_of_the_figures() -> None:
 
 def timeline_of(of_ranks: Any) -> Figure | None:
     passes = {"kind": "passes", "time": 1010.5, "step": 10, "passes": [[["forward", 0, 0, 0.0, 1.0, 2.0]]] * 2, "passes_of_ranks": of_ranks}
-    return mesh.timeline([record_of([*COMPLETE, passes])], [""])
+    return ranks.timeline([record_of([*COMPLETE, passes])], [""])
 
 
 @pytest.mark.parametrize("of_ranks", [[None, None], [0, math.nan], [1e44, 1], [0, -5], [0, 1.5], [0, 2**20], [True, 1], ["0", 1], [0], 3])
@@ -290,14 +290,14 @@ def test_a_long_line_is_downsampled_and_keeps_its_peaks() -> None:
 
 
 def test_a_figure_with_a_large_svg_is_a_png_in_the_page() -> None:
-    assert files.data_url(b"<svg/>", b"png") == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-    assert files.data_url(b"x" * 400_001, b"png") == "data:image/png;base64," + base64.b64encode(b"png").decode()
+    assert canvas.data_url(b"<svg/>", b"png") == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+    assert canvas.data_url(b"x" * 400_001, b"png") == "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 
 def test_labels_are_shown_literally(recwarn: pytest.WarningsRecorder) -> None:
     """A dollar sign, a leading underscore, and letters that the font lacks."""
     for drawn in draw.draw_all([record_of(COMPLETE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
-        assert files.png(drawn.figure)[:4] == b"\x89PNG" and len(drawn.figure.legends[0].texts) == 3
+        assert canvas.png(drawn.figure)[:4] == b"\x89PNG" and len(drawn.figure.legends[0].texts) == 3
     assert not recwarn.list
 
 
@@ -398,7 +398,7 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
     rows = [["class", "samples", "accuracy", "most often taken for"], ["bee", "2", "50.00%", "ant (1)"], ["ant", "4", "75.00%", "bee (1)"]]
     assert [row for row in seen.rows if row in rows] == rows and "hush" not in seen.text
     assert "last event 1970-01-01 00:17:00 UTC" in seen.text  # of the job
-    figure = confusion.matrix([record_of([*COMPLETE, evaluation()])], ["a"])
+    figure = training.confusion([record_of([*COMPLETE, evaluation()])], ["a"])
     assert figure is not None
     axes = figure.axes[0]
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0.5, 0.5]]
@@ -420,5 +420,5 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
 def test_an_evaluation_of_a_stranger_is_drawn_or_left_out(fields: dict[str, Any]) -> None:
     record = record_of([*COMPLETE, evaluation(**fields)])
     assert "\x1b" not in page_of(record) and "Evaluations" in page_of(record)
-    assert confusion.matrix([record], ["a"]) is None or "class_names" in fields
-    assert confusion.matrix([record, record], ["a", "b"]) is None
+    assert training.confusion([record], ["a"]) is None or "class_names" in fields
+    assert training.confusion([record, record], ["a", "b"]) is None

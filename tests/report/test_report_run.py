@@ -14,8 +14,7 @@ import pytest
 from hvdtrain.errors import UserError
 from hvdtrain.report import summary
 from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons
-from hvdtrain.report.dataframe import to_dataframe
-from hvdtrain.report.run import MOST_LINE_BYTES, RunRecord, number, numbers, read_run
+from hvdtrain.report.run import MOST_LINE_BYTES, RunRecord, number, numbers, read_run, to_dataframe
 
 Fields = dict[str, Any]
 CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.compression": "same", "log.every_steps": 10}

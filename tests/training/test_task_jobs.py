@@ -16,7 +16,7 @@ from ranks import ROOT
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.report.objective import metrics_of, objective_of
+from hvdtrain.report.metrics import metrics_of, objective_of
 from hvdtrain.report.page_tables import summary_table, targets
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint import files

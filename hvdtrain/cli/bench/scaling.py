@@ -38,7 +38,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.report.figures import scaling_curve
+from hvdtrain.report.figures.commands import draw_scaling
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, unstaged
 
@@ -138,7 +138,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     )
     print_result(options.json, to_text(study), to_json(study))
     if options.png:
-        print(scaling_curve.draw(Path(options.png), *curves(study, config.model.name)), file=sys.stderr)
+        print(draw_scaling(Path(options.png), *curves(study, config.model.name)), file=sys.stderr)
     return DONE
 
 

@@ -28,7 +28,7 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
-from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
+from hvdtrain.report.figures.commands import RecipeCurve, draw_recipe
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import planned_task
@@ -109,7 +109,7 @@ def plan(arguments: Sequence[str]) -> int:
     print_result(options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {}))
     if options.png is not None:
         curves = [_curve(group) for group in group_by_recipe(feasible)]
-        drawn = draw(Path(options.png), _title(config, data.samples, feasible[-1]), curves)
+        drawn = draw_recipe(Path(options.png), _title(config, data.samples, feasible[-1]), curves)
         if options.json != STANDARD_OUTPUT:
             print(f"\n{drawn}")
     if options.parallel_picture is not None:

@@ -42,7 +42,7 @@ from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.report.figures.sweep import SweepPoint, draw
+from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 
 TABLE, PICTURE = "sweep.txt", "sweep.png"
 
@@ -178,7 +178,7 @@ class _Job:
         if not points:
             return ""
         title = f"{self._options.out.name}: {sum(row.done for row in rows)} trials"
-        return draw(self._options.out / PICTURE, title, metric_of(self._results), points).replace("picture: ", "figure      ")
+        return draw_sweep(self._options.out / PICTURE, title, metric_of(self._results), points).replace("picture: ", "figure      ")
 
 
 def exit_code(states: Collection[State], missing: int) -> int:

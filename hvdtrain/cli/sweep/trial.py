@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from hvdtrain.cli.output import align
 from hvdtrain.cli.sweep.space import SEED, Point
 from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
-from hvdtrain.report.objective import ACCURACY, RunMetric, objective_of
+from hvdtrain.report.metrics import ACCURACY, RunMetric, objective_of
 from hvdtrain.report.run import RunRecord, number, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]

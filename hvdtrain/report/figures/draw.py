@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.errors import UserError
-from hvdtrain.report.figures import confusion, mesh, ranks, speed, training
-from hvdtrain.report.figures.style import new_figure
+from hvdtrain.report.figures import ranks, speed, training
+from hvdtrain.report.figures.canvas import new_figure
 from hvdtrain.report.run import RunRecord
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ KINDS = (
     FigureKind("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", training.accuracy),
     FigureKind("metrics", "Metrics", "The other metrics of training and validation over the epochs, with the targets.", training.metrics),
     FigureKind("logged", "Logged by the script", "What a script with a loop of its own has logged, over the epochs.", training.logged),
-    FigureKind("confusion", "What each class is taken for", "Percent of each class's samples, in the last evaluation.", confusion.matrix),
+    FigureKind("confusion", "What each class is taken for", "Percent of each class's samples, in the last evaluation.", training.confusion),
     FigureKind("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", training.rates),
     FigureKind("throughput", "Throughput", "Training samples per second over the time of the job.", speed.throughput),
     FigureKind("phases", "Time of a step", "Milliseconds of a step by phase; communication is waiting for gradients.", speed.phases),
     FigureKind("ranks", "Ranks", "Each rank's own work in a step, without communication, and the slowest rank.", ranks.own_work),
     FigureKind(
-        "mesh", "Time of each rank", "Milliseconds of a step: computing, waiting for other stages, communication.", mesh.time_of_ranks
+        "mesh", "Time of each rank", "Milliseconds of a step: computing, waiting for other stages, communication.", ranks.time_of_ranks
     ),
-    FigureKind("pipeline", "Passes of a pipeline", "One step over time, numbered by micro-batch; gaps are waiting.", mesh.timeline),
+    FigureKind("pipeline", "Passes of a pipeline", "One step over time, numbered by micro-batch; gaps are waiting.", ranks.timeline),
     FigureKind("scaling", "More ranks", "Speed-up, efficiency and energy relative to the fewest ranks.", ranks.scaling),
     FigureKind("noise", "Noise scale", "The gradient noise scale: batches far above it save few steps.", training.noise_scale),
     FigureKind("memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory),

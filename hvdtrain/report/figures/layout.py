@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.layout import Held, Layout, Row, size
-from hvdtrain.report.figures.files import save_png
-from hvdtrain.report.figures.style import GREY, literal
+from hvdtrain.report.figures.canvas import GREY, literal, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.report.figures.style import (
+from hvdtrain.report.figures.canvas import (
     COLOURS,
     GREY,
     HEIGHT,

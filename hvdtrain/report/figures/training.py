@@ -1,17 +1,18 @@
-"""The figures of training: loss, accuracy and other metrics, learning rate and batch, noise scale."""
+"""The figures of training: loss, accuracy and other metrics, classes, learning rate and batch, noise scale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.report.figures.style import (
+from hvdtrain.report.figures.canvas import (
     GREY,
     HEIGHT,
     LegendEntry,
     LineStyle,
     draw_line,
     drawn_values,
+    integer_ticks,
     legend,
     literal,
     log_scale,
@@ -20,9 +21,17 @@ from hvdtrain.report.figures.style import (
     run_style,
     scale_from_zero,
 )
-from hvdtrain.report.logged import finite_values, logged_names
-from hvdtrain.report.logged import logged as logged_of
-from hvdtrain.report.objective import metrics_of, objective_of
+from hvdtrain.report.metrics import (
+    class_names,
+    confusion_shares,
+    evaluated_data,
+    evaluations_of,
+    finite_values,
+    logged_names,
+    logged_steps,
+    metrics_of,
+    objective_of,
+)
 from hvdtrain.report.run import Fields, RunRecord, number
 from hvdtrain.report.summary import finite, first_finite, targets
 
@@ -34,6 +43,9 @@ _LOG_SCALE_FROM = 50  # the axis is logarithmic where the largest value is so ma
 _MOST_METRICS = 6  # in a figure
 _TRAIN: LineStyle = {"linewidth": 1.0}
 _VAL: LineStyle = {"marker": "o", "markersize": 3.5}
+_MOST_NAMES = 30  # classes whose names are written on the axes
+_MOST_NUMBERS = 12  # classes whose shares are written into the cells
+_DARK = 0.5  # shares from here on are written in white
 
 
 def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
@@ -89,7 +101,7 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
     for name, axes in zip(known, all_axes, strict=True):
         for index, run in enumerate(runs):
-            events, values = logged_of(run, name)
+            events, values = logged_steps(run, name)
             draw_line(axes, _epochs(run, events), values, **run_style(index) | _VAL)
         axes.set_ylabel(literal(name))
     all_axes[-1].set_xlabel("epochs done")
@@ -206,4 +218,35 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
     axes.set_ylabel("samples")
     style = {"color": GREY if len(labels) > 1 else run_style(0)["color"], "linewidth": 1.4}
     legend(figure, [*run_entries(labels), ("noise scale", style), ("global batch", style | {"linestyle": ":"})])
+    return figure
+
+
+def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Shares of each class's samples by what the model says, of one run; None for several runs, and without a confusion matrix."""
+    last = next(reversed(evaluations_of(runs[0])), None) if len(runs) == 1 else None
+    shares = confusion_shares(last) if last else None
+    if last is None or shares is None:
+        return None
+    classes = len(shares)
+    figure, (axes,) = new_figure(height=HEIGHT + 1.2)
+    axes.grid(visible=False)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes)
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    if classes <= _MOST_NAMES:
+        names = [literal(name) for name in class_names(last, classes)]
+        axes.set_xticks(range(classes), names, rotation=90, fontsize=8)
+        axes.set_yticks(range(classes), names, fontsize=8)
+    else:
+        integer_ticks(axes.xaxis, axes.yaxis)
+    if classes <= _MOST_NUMBERS:
+        for row, values in enumerate(shares):
+            for column, share in enumerate(values):
+                if share >= 0.005:
+                    colour = "white" if share >= _DARK else "black"
+                    axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xlabel("what the model says")
+    axes.set_ylabel("class")
+    axes.set_title(literal(evaluated_data(last)[:80]), fontsize=9)
     return figure

@@ -1,0 +1,206 @@
+"""The figures of `sweep`, `plan` and `bench scaling`: objective over each swept key, learning rate and batch, efficiency over ranks."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdtrain.report.figures.canvas import COLOURS, literal, new_figure, run_style, save_png
+from hvdtrain.report.metrics import RunMetric
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_PANELS = 9
+_COLUMNS = 3
+_MOST_LINES = len(COLOURS)
+_LOG_RATIO = 8.0  # of the largest to the smallest value: an axis of more is logarithmic
+
+
+class SweepPoint(NamedTuple):
+    """The mean over the seeds, sd NaN of one."""
+
+    values: Mapping[str, str]  # by key
+    mean: float
+    sd: float
+
+
+def draw_sweep(path: Path, title: str, metric: RunMetric, points: Sequence[SweepPoint]) -> str:
+    """Writes a PNG; points: the best first. Returns a line for people. Raises UserError as save_png()."""
+    return save_png(path, lambda: _sweep_figure(title, metric, points), "--out")
+
+
+def _sweep_figure(title: str, metric: RunMetric, points: Sequence[SweepPoint]) -> Figure:
+    """A panel for each key that has several values; lines where one other key has few."""
+    keys = list(points[0].values) if points else []
+    swept = [key for key in keys if len({point.values[key] for point in points}) > 1][:_MOST_PANELS] or keys[:1] or [""]
+    rows, columns = math.ceil(len(swept) / _COLUMNS), min(len(swept), _COLUMNS)
+    figure, all_axes = new_figure(rows, columns, height=0.6 + 3.2 * rows, width=1.0 + 4.2 * columns, sharey=True)
+    scale = 100.0 if metric.percent else 1.0
+    scaled = [SweepPoint(point.values, scale * point.mean, scale * point.sd) for point in points]
+    for axes, key in zip(all_axes, swept, strict=False):
+        others = [other for other in swept if other != key]
+        _panel(axes, key, others[0] if len(others) == 1 else None, scaled)
+    for axes in all_axes[len(swept) :]:
+        axes.set_visible(False)
+    for axes in all_axes[::columns]:
+        axes.set_ylabel(f"{metric.name}{' (%)' if metric.percent else ''}")
+    figure.suptitle(literal(title), fontsize=10)
+    return figure
+
+
+def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]) -> None:
+    places = _places([point.values.get(key, "") for point in points])
+    groups = dict.fromkeys(point.values[other] for point in points) if other is not None else {}
+    names = sorted(groups, key=_sorted) if 1 < len(groups) <= _MOST_LINES else []
+    if names:
+        for index, name in enumerate(names):
+            _line(axes, places, key, [point for point in points if point.values[str(other)] == name], index, f"{other}={name}")
+        axes.legend(frameon=False, fontsize=8)
+    elif other is None and len(points[:1]) and len(points[0].values) == 1:
+        _line(axes, places, key, points, 0, None)
+    else:
+        axes.plot([places[point.values.get(key, "")] for point in points], [point.mean for point in points], "o", color=COLOURS[0], ms=4)
+    if points:
+        axes.plot(places[points[0].values.get(key, "")], points[0].mean, "o", mfc="none", mec="#000000", ms=11)  # the best
+    _name_axis(axes, key, places)
+
+
+def _line(axes: Axes, places: Mapping[str, float], key: str, points: Sequence[SweepPoint], index: int, label: str | None) -> None:
+    ordered = sorted(points, key=lambda point: places[point.values[key]])
+    x, y = [places[point.values[key]] for point in ordered], [point.mean for point in ordered]
+    sd = [point.sd if math.isfinite(point.sd) else 0.0 for point in ordered]
+    axes.errorbar(
+        x, y, yerr=sd if any(sd) else None, marker="o", ms=4, capsize=3, label=literal(label) if label else None, **run_style(index)
+    )
+
+
+def _places(texts: Sequence[str]) -> dict[str, float]:
+    """Where each value is on its axis: the number that it is, or the place in the list."""
+    numbers = {text: _number(text) for text in texts}
+    if all(math.isfinite(value) for value in numbers.values()):
+        return numbers
+    return {text: float(index) for index, text in enumerate(sorted(numbers, key=_sorted))}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _sorted(text: str) -> tuple[bool, float, str]:
+    value = _number(text)
+    return (not math.isfinite(value), value if math.isfinite(value) else 0.0, text)
+
+
+def _name_axis(axes: Axes, key: str, places: Mapping[str, float]) -> None:
+    axes.set_xlabel(literal(key))
+    if any(_number(text) != place for text, place in places.items()):
+        axes.set_xticks(list(places.values()), [literal(text) for text in places])
+        return
+    values = sorted(places.values())
+    if values and values[0] > 0 and values[-1] >= _LOG_RATIO * values[0]:
+        axes.set_xscale("log")
+    if len(places) <= 6:
+        axes.minorticks_off()
+        axes.set_xticks(values, [literal(text) for text in sorted(places, key=places.__getitem__)])
+
+
+class RecipeCurve(NamedTuple):
+    """Learning rate and batch at some steps, in order; each value holds until the next."""
+
+    label: str
+    epochs: Sequence[float]  # done before each step
+    lr: Sequence[float]
+    batch: Sequence[int]  # samples over all ranks
+
+
+def draw_recipe(path: Path, title: str, curves: Sequence[RecipeCurve]) -> str:
+    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises UserError as save_png()."""
+    return save_png(path, lambda: _recipe_figure(title, curves))
+
+
+def _recipe_figure(title: str, curves: Sequence[RecipeCurve]) -> Figure:
+    figure, (lr_axes, batch_axes) = new_figure(2, height=6.4, width=9.6, sharex=True, height_ratios=(2, 1))
+    for index, curve in enumerate(curves):
+        lr_axes.plot(curve.epochs, curve.lr, label=curve.label, drawstyle="steps-post", linewidth=1.8, **run_style(index))
+        batch_axes.plot(curve.epochs, curve.batch, drawstyle="steps-post", linewidth=1.8, **run_style(index))
+    _scale_lr(lr_axes, [value for curve in curves for value in curve.lr if value > 0])
+    _scale_batch(batch_axes, [value for curve in curves for value in curve.batch])
+    lr_axes.set_ylabel("learning rate")
+    batch_axes.set_ylabel("global batch (samples)")
+    batch_axes.set_xlabel("epochs done")
+    batch_axes.set_xlim(0, max(curve.epochs[-1] for curve in curves))
+    title_lines = [wrapped for line in title.splitlines() for wrapped in textwrap.wrap(line, 120)]
+    figure.suptitle("\n".join(title_lines), fontsize=10)
+    columns = min(len(curves), 2 if any(len(curve.label) > 36 for curve in curves) else 3)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return figure
+
+
+def _scale_lr(axes: Axes, positive: list[float]) -> None:
+    """A logarithmic axis where more than a tenth of the values would lie flat on a linear one; else an axis from 0."""
+    tenth_percentile = sorted(positive)[len(positive) // 10] if positive else 0.0
+    if positive and max(positive) > 200 * tenth_percentile:
+        axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylim(max(min(positive), tenth_percentile / 30) / 1.5, max(positive) * 1.5)
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, 1.06 * max(positive, default=1.0))
+
+
+def _scale_batch(axes: Axes, batches: list[int]) -> None:
+    """Powers of two where the largest batch is 8 times the smallest; a tick for every batch if they are few."""
+    if max(batches) >= 8 * min(batches):
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(min(batches) / 1.5, max(batches) * 1.5)
+    else:
+        axes.set_ylim(0, 1.15 * max(batches))
+    distinct = sorted(set(batches))
+    if len(distinct) <= 6:
+        axes.set_yticks(distinct if axes.get_yscale() == "log" else [0, *distinct])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.minorticks_off()
+
+
+class EfficiencyLine(NamedTuple):
+    """Efficiencies (1: ideal) by number of ranks."""
+
+    panel: str  # strong, weak; lines of the same panel share a plot
+    label: str
+    ranks: Sequence[int]
+    efficiency: Sequence[float]
+    measured: bool
+
+
+def draw_scaling(path: Path, title: str, lines: Sequence[EfficiencyLine]) -> str:
+    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises UserError as save_png()."""
+    return save_png(path, lambda: _scaling_figure(title, lines))
+
+
+def _scaling_figure(title: str, lines: Sequence[EfficiencyLine]) -> Figure:
+    panels = list(dict.fromkeys(line.panel for line in lines))
+    figure, all_axes = new_figure(1, len(panels), height=4.6, width=4.8 * len(panels), sharey=True)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        measured = [line for line in lines if line.panel == panel and line.measured]
+        predicted = [line for line in lines if line.panel == panel and not line.measured]
+        for line in measured:
+            axes.plot(line.ranks, line.efficiency, "o", color="#000000", label=line.label)
+        for index, line in enumerate(predicted):
+            axes.plot(line.ranks, line.efficiency, linewidth=1.8, label=f"predicted: {line.label}", **run_style(index))
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("ranks")
+        axes.set_title(f"{panel} scaling", fontsize=10)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    figure.axes[0].set_ylabel("efficiency")
+    figure.axes[0].set_ylim(0, max(1.05, *(1.05 * value for line in lines for value in line.efficiency)))
+    figure.suptitle(title, fontsize=10)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
