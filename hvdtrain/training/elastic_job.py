@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.engines import may_use_gpu
@@ -31,8 +31,6 @@ from hvdtrain.training.memory_copy import MemoryCopy, Restored
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start
-
-T = TypeVar("T")
 
 
 def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
@@ -81,20 +79,17 @@ class ElasticJob:
             job.memory_copy = MemoryCopy(job.learner, ranks, now)
             successor.share_lock(job.communicator)
 
-    def run(self, work: Callable[[Job, TrainState], T], now: TrainState) -> T:
-        """What work(job, state) returns. It is called again, from the newest sync point, where ranks are lost meanwhile."""
-        while True:
-            try:
-                return work(self.job, now)
-            except Exception as error:
-                if self._ranks is None or not self._ranks.is_loss(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # collectives of the step that failed: their connections stay open with them
-            now = self._go_on(self._ranks)
+    def outlives(self, error: Exception) -> bool:
+        """Whether it is the loss of a rank without which the others go on, by go_on()."""
+        if self._ranks is None or not self._ranks.is_loss(error):
+            return False
+        traceback.clear_frames(error.__traceback__)  # collectives of the step that failed: their connections stay open with them
+        return True
 
-    def _go_on(self, ranks: Elastic) -> TrainState:
-        """The state of the newest sync point, on every living rank."""
-        began_s, job, lost = time.perf_counter(), self.job, list[int]()
+    def go_on(self) -> TrainState:
+        """The state of the newest sync point, in which self.job goes on. Every living rank calls it."""
+        assert self._ranks is not None
+        ranks, began_s, job, lost = self._ranks, time.perf_counter(), self.job, list[int]()
         step, former_rank = job.heartbeat.step, ranks.rank
         while True:
             try:

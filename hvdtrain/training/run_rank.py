@@ -58,11 +58,12 @@ def run_rank(
     given: Mapping[str, Given] = _NOTHING,
     imported: Callable[[], None] = lambda: None,
 ) -> JobResult:
-    """Trains with a YAML file and key=value arguments. Raises as on_connected_ranks().
+    """Trains with a YAML file and key=value arguments. Raises as connected_rank().
 
     given: objects of the script, by section. imported: called when the libraries are imported.
     """
-    return on_connected_ranks(lambda rank: _train(rank, imported), config_file, arguments, from_script=from_script, given=given)
+    with connected_rank(config_file, arguments, from_script=from_script, given=given) as rank:
+        return _train(rank, imported)
 
 
 def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:

@@ -129,8 +129,14 @@ def train_job(
         heartbeat.training = True
         if memory.warning:
             warn(memory.warning)
-        result = living.run(lambda job, now: train_to_the_end(job, start, now, lock), start.train_state)
-        return result._replace(transform=job_transform(datasets.task, config))
+        now = start.train_state
+        while True:
+            try:
+                return train_to_the_end(living.job, start, now, lock)._replace(transform=job_transform(datasets.task, config))
+            except Exception as error:
+                if not living.outlives(error):
+                    raise
+            now = living.go_on()
 
 
 def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
