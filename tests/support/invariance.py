@@ -156,3 +156,14 @@ def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, 
     if engine == "torchdist":
         jobs = {job: words.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, words in jobs.items()}
     return {job: losses(words, used) for job, words in jobs.items()}
+
+
+TIED = (
+    "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=2 model.heads=2 model.width=8 model.tied=true "
+    "optim.name=sgd optim.base_lr=0.05 max_steps=4"
+)
+SGD = "model.name=mlp model.widths=[24,7] optim.name=sgd optim.base_lr=0.2 max_steps=4"
+
+
+def curve(communicator: Communicator, words: str) -> dict[str, Any]:
+    return losses(words, communicator)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from invariance import FEW, JOBS
+from invariance import FEW, JOBS, SGD, TIED
 from pool import on_ranks
-from ranks import ENGINES, FULL, needs_horovod
+from ranks import ENGINES, FULL, needs_horovod, needs_mpirun
 
 SIZES = [
     ("single", 1),
@@ -76,6 +76,23 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
             assert many[job]["val"] == pytest.approx(one[group[0]]["val"], rel=1e-12), job
             assert many[job]["val"]["count"] == 360
             assert many[job]["weights"] == pytest.approx(one[group[0]]["weights"], rel=1e-11), job
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("engine", "size", "job", "way"),
+    [
+        ("mpi", 2, TIED, "parallel.tensor=2"),
+        ("mpi", 2, TIED, "parallel.pipeline=2"),
+        ("mpi", 3, SGD, "servers.count=1"),
+        pytest.param("horovod", 2, SGD, "comm.reduce=distributed_optimizer", marks=needs_horovod),
+    ],
+)
+def test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one(engine: str, size: int, job: str, way: str) -> None:
+    """By SGD without clipping, which hides no gradient of another scale. More jobs are in the slow tests of each way."""
+    one, many = on_ranks("single", 1, "invariance:curve", job)[0], on_ranks(engine, size, "invariance:curve", f"{job} {way}")[0]
+    assert len(one["losses"]) == len(many["losses"]) == 4
+    assert many["losses"] == pytest.approx(one["losses"], rel=1e-12) and many["val"] == pytest.approx(one["val"], rel=1e-12)
 
 
 @pytest.mark.slow
