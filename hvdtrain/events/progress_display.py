@@ -16,9 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hvdtrain.events.log import Event
-from hvdtrain.events.output_stream import OutputStream
-from hvdtrain.events.shown_metric import ShownMetric, shown_metric
-from hvdtrain.events.writers import TextWriter
+from hvdtrain.events.writers import OutputStream, ShownMetric, TextWriter, shown_metric
 
 MOST_LINES = 200  # that a redrawn screen shows above the display
 CELL_WIDTH = 26  # columns of a terminal, for one metric

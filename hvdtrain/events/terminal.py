@@ -15,8 +15,7 @@ from hvdtrain.config.schema import LogConfig
 from hvdtrain.core.stderr import print_stderr
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event
-from hvdtrain.events.output_stream import OutputStream
-from hvdtrain.events.writers import Pace, TextWriter
+from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 NAME = "the standard output"
 CAPACITY = 100  # events that wait for a reader that has paused; those of steps are dropped first, oldest first

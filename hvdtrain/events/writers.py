@@ -1,22 +1,51 @@
-"""The sinks that write events: TextWriter as plain lines for people, JsonLinesWriter as events.jsonl."""
+"""The sinks that write events: TextWriter as lines for people, with the metric that is shown; JsonLinesWriter as events.jsonl."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from hvdtrain.core.folder import Folder
+from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.shown_metric import ShownMetric, shown_metric
 
 KEPT = 10_000  # lines that wait in memory while the disk is full; the newest are kept
 BURST = 1000  # events of single steps that are written together
+
+
+class ShownMetric(NamedTuple):
+    """The task's objective, or where that is the loss, its first other metric."""
+
+    name: str = "accuracy"  # of the fields val_<name> and, of the objective, best_<name>
+    column: str = "acc"  # its short name
+    spec: str = ".4f"  # how its values are written
+    objective: str = "accuracy"
+    unit: str = "images"  # or samples, or tokens, whose rate is shown
+    rate: str = "samples_per_s"  # the field that has it
+
+
+def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
+    """From the fields of an event "start"; accuracy where it has no metrics."""
+    metrics, objective = start.get("metrics"), start.get("objective")
+    if not isinstance(metrics, Mapping) or not isinstance(objective, str):
+        return ShownMetric()
+    unit = "samples" if start.get("unit") == "samples" else "images"
+    rate = "samples_per_s"
+    if start.get("counts") == "tokens":
+        unit, rate = "tokens", "tokens_per_s"
+    name = objective if objective != "loss" else next((other for other in metrics if other != "loss"), "loss")
+    described = metrics.get(name)
+    described = described if isinstance(described, Mapping) else {}
+    return ShownMetric(str(name), str(described.get("column", name)), ".4f" if described.get("percent") else ".4g", objective, unit, rate)
 
 
 class TextOutput(Protocol):
@@ -201,3 +230,49 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class OutputStream(io.TextIOBase):
+    """Writes past Python's buffer: a thread that waits for the reader of a full pipe holds no lock that the end of the process needs.
+
+    What a full disk or a terminal that is gone does not take is lost. Raises UserError where the reader of a pipe has gone away, and
+    what `out` raises where that is no file, as in a notebook.
+    """
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._number: int | None = None
+        with contextlib.suppress(OSError):  # in memory
+            self._number = os.dup(out.fileno()) if type(out) is io.TextIOWrapper else None
+        self._encoding = getattr(out, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        data = text.encode(self._encoding, "backslashreplace")  # letters that the encoding lacks as \\u65e5
+        try:
+            if self._number is None:
+                self._out.write(data.decode(self._encoding))
+                self._out.flush()
+            else:
+                _write_all(self._number, data)
+        except BrokenPipeError:
+            raise UserError("its reader is gone") from None
+        except OSError:
+            pass
+        return len(text)
+
+    def has(self, letters: str) -> bool:
+        """Whether the encoding has them."""
+        with contextlib.suppress(UnicodeEncodeError):
+            return bool(letters.encode(self._encoding))
+        return False
+
+    def close(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+        super().close()
+
+
+def _write_all(number: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(number, data) :]

@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.rank_log import LOGGER, rank_log, rank_warnings
 from hvdtrain.events.redaction import HIDDEN, is_secret_key, redact, redact_urls
-from hvdtrain.events.trackers.settings import flat_config
+from hvdtrain.events.tracker_data import flat_config
 from hvdtrain.events.trackers.tensorboard import build
 from hvdtrain.report.page import render_page
 from hvdtrain.report.page_tables import differing, settings

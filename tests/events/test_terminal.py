@@ -23,10 +23,9 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 
 from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.log import Event
-from hvdtrain.events.output_stream import OutputStream
 from hvdtrain.events.progress_display import ProgressDisplay, duration
 from hvdtrain.events.terminal import CAPACITY, is_interactive, terminal_sink
-from hvdtrain.events.writers import Pace, TextWriter
+from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 START = Event(0.0, "start", 0, {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None})
 STEP: dict[str, Any] = {

@@ -21,9 +21,8 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event
-from hvdtrain.events.scalars import scalars
+from hvdtrain.events.tracker_data import flat_config, redacted_config, scalars
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
-from hvdtrain.events.trackers.settings import flat_config, redacted_config
 
 T0 = 1_700_000_000.0
 CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@host/set"), model=ModelConfig(api_token="xyz"))

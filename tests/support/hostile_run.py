@@ -38,7 +38,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.errors import DIVERGED, DONE, USER, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.trackers.run_id import load_run_id
+from hvdtrain.events.tracker_data import load_run_id
 from hvdtrain.report.page import render_page
 from hvdtrain.report.run import read_run
 from hvdtrain.report.summary import labels

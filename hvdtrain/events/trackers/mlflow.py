@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
-from hvdtrain.events.scalars import METRICS, metric_names, scalars
-from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
-from hvdtrain.events.trackers.settings import flat_config, require_package
+from hvdtrain.events.tracker_data import METRICS, flat_config, load_run_id, metric_names, require_package, save_run_id, scalars
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -12,8 +12,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.events.scalars import METRICS, metric_names, scalars
-from hvdtrain.events.trackers.settings import flat_config, require_package
+from hvdtrain.events.tracker_data import METRICS, flat_config, metric_names, require_package, scalars
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter

@@ -17,9 +17,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.scalars import METRICS, metric_names, scalars
-from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
-from hvdtrain.events.trackers.settings import redacted_config, require_package
+from hvdtrain.events.tracker_data import METRICS, load_run_id, metric_names, redacted_config, require_package, save_run_id, scalars
 
 if TYPE_CHECKING:
     from wandb import Run

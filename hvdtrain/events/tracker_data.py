@@ -1,13 +1,20 @@
-"""The numbers of an event under the tags that trackers show: {"train/loss": 0.31, "speed/samples_per_s": 5210.0, ...}."""
+"""What trackers store: the numbers of an event by tag ({"train/loss": 0.31, ...}), the configuration, and the id of a resumed run."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
+from hvdtrain.errors import UserError
+from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
 METRICS: tuple[str, ...] = ("loss", "accuracy")  # of a job whose event "start" does not say
@@ -62,6 +69,8 @@ _TAGS = {
 _TARGET_FIELDS = ("seconds", "epochs", "samples", "joules")
 _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
 _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
+_MOST_BYTES = 1000  # of a file with an id
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")  # of a run: it names files and folders, and is part of an address
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -103,3 +112,46 @@ def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str
             yield from _numbers(f"{tag}/{name}", inner, ())
     elif isinstance(value, Real) and not isinstance(value, bool):
         yield tag, float(value)
+
+
+def load_run_id(path: Path, first: Event) -> str | None:
+    """The id that an earlier start of the job saved; None without one, or where the first event is at step 0: the job starts over."""
+    if first.step == 0:
+        return None
+    try:
+        with Folder.open(path.parent) as folder:
+            run_id = json.loads(folder.read(path.name, _MOST_BYTES))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, or cut off by a crash: a new run is better than none
+        return None
+    return run_id if isinstance(run_id, str) and _ID.fullmatch(run_id) else None
+
+
+def save_run_id(path: Path, run_id: str) -> None:
+    """Raises OSError where the file cannot be written."""
+    with Folder.open(path.parent) as folder:
+        folder.replace(path.name, (json.dumps({"run_id": run_id}) + "\n").encode())
+
+
+def require_package(package: str, extra: str) -> None:
+    """Raises UserError where a package is not installed; imports nothing."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'")
+
+
+def redacted_config(config: Config) -> dict[str, Any]:
+    """The configuration as in config.yaml: {"epochs": 10, "batch": {"size": 64, ...}, ...}."""
+    redacted: dict[str, Any] = redaction.redact(config.model_dump())
+    return redacted
+
+
+def flat_config(config: Config) -> dict[str, str]:
+    """The configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64", ...}."""
+    return dict(_flat("", redacted_config(config)))
+
+
+def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
