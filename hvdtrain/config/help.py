@@ -9,9 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hvdtrain.config import plugins, schema
-from hvdtrain.config.known_keys import fix_of_key
 from hvdtrain.config.options import options_of, shown
-from hvdtrain.config.refusal import takes
+from hvdtrain.config.refusal import fix_of_key, takes
 from hvdtrain.errors import MEANINGS, UserError, closest, short
 
 USAGE = """\

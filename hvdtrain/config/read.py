@@ -12,13 +12,22 @@ import yaml
 from pydantic import ValidationError
 
 from hvdtrain.config.given import go_on, is_object
-from hvdtrain.config.known_keys import fix_of_argument, fix_of_key
 from hvdtrain.config.plugins import of_a_script
-from hvdtrain.config.references import References
-from hvdtrain.config.refusal import refusal
+from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
 from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance
-from hvdtrain.config.yaml_reader import MOST_BYTES, MOST_KEYS, Dumper, check_key, check_text, compose, leaves, read_text, value_of
+from hvdtrain.config.yaml_reader import (
+    MOST_BYTES,
+    MOST_KEYS,
+    Dumper,
+    References,
+    check_key,
+    check_text,
+    compose,
+    leaves,
+    read_text,
+    value_of,
+)
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, first_line, short
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from hvdtrain.config.length import LengthValue, PositiveLength, as_given
+from hvdtrain.config.lengths import LengthValue, PositiveLength, as_given
 from hvdtrain.config.section import OpenSection, Provenance, Section
 
 # Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().

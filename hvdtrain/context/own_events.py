@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.length import as_given
+from hvdtrain.config.lengths import as_given
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import SampleStream
 from hvdtrain.errors import DONE

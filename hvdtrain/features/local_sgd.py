@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among
 from hvdtrain.recipe.summary import averages_lines

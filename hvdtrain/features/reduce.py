@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.horovod_settings import not_on_horovod

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hvdtrain.config.length import Length
+from hvdtrain.config.lengths import Length
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import ENDLESS
 from hvdtrain.errors import UserError

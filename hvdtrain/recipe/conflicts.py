@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdtrain.config.length import Length, read_length
+from hvdtrain.config.lengths import Length, read_length
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, batches_instead_of_decays

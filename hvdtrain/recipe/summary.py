@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, PieceConfig
 from hvdtrain.recipe.batch_growth import steps_before
 from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
-from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.counted import Moved, counted
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper

@@ -17,7 +17,7 @@ from hvdtrain.cli.launch.machine import MpiLauncher
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor
-from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, short
 

@@ -11,7 +11,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
-from hvdtrain.config.length import read_length
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError

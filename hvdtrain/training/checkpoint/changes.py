@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config import options, plugins
-from hvdtrain.config.length import as_given
+from hvdtrain.config.lengths import as_given
 from hvdtrain.config.plugins import is_dotted, is_users_own
 from hvdtrain.config.read import read_run_config, resolve
 from hvdtrain.config.schema import Config

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper

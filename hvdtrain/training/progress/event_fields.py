@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from hvdtrain.config.length import as_given
+from hvdtrain.config.lengths import as_given
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.tasks.task import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, reaches
 from hvdtrain.core.progress import Progress
