@@ -31,7 +31,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.core.digest import digests
+from hvdtrain.core.arrays import digests
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import step as torch_step

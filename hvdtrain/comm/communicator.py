@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.core.exit import exit_now
+from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 
 Buffer = Any  # a numpy array or a torch tensor, C-contiguous; check_buffer() refuses what an engine cannot take

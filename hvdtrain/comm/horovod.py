@@ -18,7 +18,7 @@ from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.core.exit import exit_now, flush_output
+from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}

@@ -22,7 +22,7 @@ from hvdtrain.comm.mpi_calls import MpiCalls
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.core.exit import exit_now, flush_output
+from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:  # torch

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.signed import SignedStore
-from hvdtrain.core.exit import exit_now
+from hvdtrain.core.process import exit_now
 from hvdtrain.errors import DONE, LOST
 
 MPI_POLL_S = 0.02

@@ -25,7 +25,7 @@ from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.core.exit import exit_now, flush_output
+from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp", "p2p", "shrink"}

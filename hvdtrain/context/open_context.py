@@ -11,7 +11,7 @@ from types import TracebackType
 from hvdtrain.config.section import COMMAND_LINE
 from hvdtrain.context.context import Context
 from hvdtrain.context.settings import WHERE, refuse_other_keys
-from hvdtrain.core.exit import exit_now
+from hvdtrain.core.process import exit_now
 from hvdtrain.data.worker_pool import end_script_of_worker
 from hvdtrain.errors import UserError, exit_code_of
 from hvdtrain.training.failure import RankFailed, report_user_errors

@@ -1,1 +1,1 @@
-"""What every package shares: progress, seeds, arrays, sums, digests, the import of torchvision. No I/O, no ranks."""
+"""What every package shares: progress, seeds, arrays and their digests, sums, the end of a process, the import of torchvision. No ranks."""

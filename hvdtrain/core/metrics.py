@@ -12,7 +12,7 @@ import numpy as np
 # {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task declares. Device scalars, or vectors of
 # a fixed length, during a step; after an allreduce floats and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time"
 # and "save", the flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py); "phase.*", "rank.*"
-# and "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise_scale.py).
+# and "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise.py).
 Sums = dict[str, Any]
 Better = Literal["max", "min"]
 

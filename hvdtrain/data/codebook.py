@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.source import Field, LabelledImages, Source, check_indices
 from hvdtrain.data.subset import Subset

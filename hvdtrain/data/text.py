@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.data.source import Field, check_indices
 from hvdtrain.errors import UserError
 

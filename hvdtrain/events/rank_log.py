@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
-from hvdtrain.core.stderr import StderrWrite, print_stderr
+from hvdtrain.core.process import StderrWrite, print_stderr
 from hvdtrain.errors import UserError
 
 LOGGER = logging.getLogger("hvdtrain.rank")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import IO, TextIO
 
 from hvdtrain.config.schema import LogConfig
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import print_stderr
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter

@@ -145,7 +145,7 @@ class Learner(HasState, Protocol):
         by the sum over all ranks of Task.weight(): the mean over the samples, or the tokens, of the global batch.
 
         Returns this rank's own sums over its samples, unweighted: "count" and those of Task.sums; "nonfinite", 1 / ranks where the loss
-        of any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise_scale.py. With
+        of any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise.py. With
         guard.nonfinite=skip a step that is not finite leaves weights, buffers and optimizer state as they were, on every rank.
         """
 

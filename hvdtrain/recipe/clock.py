@@ -10,7 +10,7 @@ from hvdtrain.config.lengths import Length
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import ENDLESS
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.batch_growth import Growth, samples_after, steps_before
+from hvdtrain.recipe.batch import Growth, samples_after, steps_before
 
 
 @dataclass(frozen=True)

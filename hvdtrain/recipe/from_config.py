@@ -8,12 +8,23 @@ from collections.abc import Sequence
 from hvdtrain.config.lengths import Length, read_length
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.batch_growth import Growth, batches_instead_of_decays
+from hvdtrain.recipe.batch import Growth, batches_instead_of_decays
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
-from hvdtrain.recipe.plateau import PlateauRule
 from hvdtrain.recipe.recipe import Recipe, scaling
-from hvdtrain.recipe.schedule import AtLeast, Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
+from hvdtrain.recipe.schedule import (
+    AtLeast,
+    Chain,
+    Constant,
+    ConstantWarmup,
+    Cosine,
+    Exponential,
+    PlateauRule,
+    Polynomial,
+    Schedule,
+    Steps,
+    Warmup,
+)
 
 
 def recipe_from_config(config: Config, dataset: int, momentum: float, context: int | None = None) -> Recipe:

@@ -8,10 +8,9 @@ from typing import Literal
 
 from hvdtrain.core.metrics import Better
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.recipe.batch_growth import Growth
-from hvdtrain.recipe.gradient_noise import noise_variance
-from hvdtrain.recipe.plateau import Plateau, PlateauRule
-from hvdtrain.recipe.schedule import Schedule
+from hvdtrain.recipe.batch import Growth
+from hvdtrain.recipe.noise import noise_variance
+from hvdtrain.recipe.schedule import Plateau, PlateauRule, Schedule
 
 Scale = Literal["linear", "sqrt", "none"]
 

@@ -1,4 +1,4 @@
-"""Schedules: frozen dataclasses that map epochs done to a number, so that they print and compare."""
+"""Schedules: frozen dataclasses that map epochs done to a number; and Plateau, what evaluations make of the rate, in order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from hvdtrain.core.metrics import Better
 
 Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
+LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
 
 
 @dataclass(frozen=True)
@@ -127,3 +133,53 @@ class ConstantWarmup:
 def _fraction(epochs: float, begin: float, finish: float) -> float:
     """The fraction of the way from `begin` to `finish` that is done, 0 to 1."""
     return min(1.0, max(0.0, (epochs - begin) / (finish - begin)))
+
+
+class Plateau(NamedTuple):
+    """What the evaluations of a job have come to. With the position in the job it is all that the rate of a step depends on."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the rate that the recipe has at a position
+    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
+    cooldown: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations to come that are not counted as bad
+
+
+@dataclass(frozen=True)
+class PlateauRule:
+    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a better one.
+
+    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is gamma, and min_lr recipe.end_lr.
+    """
+
+    peak: float  # the rate after the warm-up
+    begin: float  # epochs done at the end of the warm-up: evaluations before it are not looked at
+    gamma: float
+    patience: int
+    threshold: float
+    is_relative: bool  # threshold_mode=rel
+    cooldown: int
+    least: float  # share of the peak
+
+    def after(self, state: Plateau, epochs: float, value: float, better: Better) -> Plateau:
+        """After an evaluation of this value, at `epochs` epochs done."""
+        if epochs < self.begin:
+            return state
+        share, best, bad, cooldown = state
+        if self._is_better(value, best, better):
+            best, bad = value, 0
+        else:
+            bad += 1
+        if cooldown:
+            cooldown, bad = cooldown - 1, 0
+        if bad > self.patience:
+            lower = max(share * self.gamma, self.least)
+            share = lower if (share - lower) * self.peak > LEAST_CHANGE else share
+            cooldown, bad = self.cooldown, 0
+        return Plateau(share, best, bad, cooldown)
+
+    def _is_better(self, value: float, best: float | None, better: Better) -> bool:
+        if best is None:
+            return not math.isnan(value)
+        sign = 1 if better == "max" else -1
+        least = best * (1 + sign * self.threshold) if self.is_relative else best + sign * self.threshold
+        return value > least if better == "max" else value < least

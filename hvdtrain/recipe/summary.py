@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, PieceConfig
-from hvdtrain.recipe.batch_growth import steps_before
+from hvdtrain.recipe.batch import steps_before
 from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
 from hvdtrain.recipe.recipe import Recipe, scaling

@@ -19,7 +19,7 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.by_name import momentum
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
-from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.classification.labels import classes_of

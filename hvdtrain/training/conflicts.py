@@ -19,7 +19,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import PlannedJob
 from hvdtrain.frameworks.by_name import build_rule
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import engine_of
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
 

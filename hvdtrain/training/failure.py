@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.own_line import own_frame, without_frames_of_hvdtrain
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import ADVICE, DIVERGED, MEMORY, USER, UserError, exit_code_of
 
 if TYPE_CHECKING:

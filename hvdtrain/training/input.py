@@ -19,7 +19,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.sampler import Positions, largest_share, parts_of_rank
 from hvdtrain.data.source import Source, crops_at_random, read_in_epochs, reads_from_memory, reads_in_process
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.gradient_noise import sample_weights
+from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
 
 

@@ -18,7 +18,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.noise_scale import NoiseScale
+from hvdtrain.recipe.noise import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints

@@ -17,7 +17,7 @@ from hvdtrain.config.read import Assignment, assignments, configure, read_resume
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_class_names

@@ -21,7 +21,7 @@ from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.batch_growth import Growth
+from hvdtrain.recipe.batch import Growth
 from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, job_transform, load_libraries

@@ -13,7 +13,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.by_name import build_rule
-from hvdtrain.recipe.batch_growth import steps_until
+from hvdtrain.recipe.batch import steps_until
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner

@@ -12,7 +12,7 @@ from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.layout import Held
+from hvdtrain.core.pieces import Share
 from hvdtrain.tasks.classification.build import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
@@ -254,10 +254,10 @@ def test_the_layout_of_a_model_over_ranks(tmp_path: Path, capsys: pytest.Capture
     found = layout(config, without_statistics((2, 2, 1), 3), 4)
     assert found.ranks == ["data 0, tensor 0", "data 0, tensor 1", "data 1, tensor 0", "data 1, tensor 1"]
     first, second, last = found.rows
-    halves = [Held(0.0, 0.5), Held(0.5, 1.0)] * 2
+    halves = [Share(0.0, 0.5), Share(0.5, 1.0)] * 2
     assert (first.shape, first.way, first.held) == ((16, 4), "columns", halves)
     assert (second.shape, second.way, second.held, second.whole_bytes) == ((8, 16), "rows", halves, 8 * 4)
-    assert (last.way, last.held, last.sent) == ("whole", [Held(0.0, 1.0)] * 4, "")
+    assert (last.way, last.held, last.sent) == ("whole", [Share(0.0, 1.0)] * 4, "")
     of_rank = 4 * ((16 * 4 + 16) // 2 + 8 * 16 // 2 + 8 + 3 * 8 + 3)
     assert [found.weight_bytes(rank) for rank in range(4)] == [of_rank] * 4
     assert found.updates == [of_rank, of_rank - 4 * (8 + 3 * 8 + 3)] * 2, "of what both have whole the first rank has the state"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.seeds import fold
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hvdtrain.core import stderr
+from hvdtrain.core import process
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("can't start new thread")])
@@ -21,13 +21,13 @@ def test_a_line_is_written_where_no_thread_begins(
             raise error
 
     monkeypatch.setattr(_thread, "start_new_thread", start_new_thread)
-    assert stderr.write_stderr("out of memory", wait_s=0.01) is None
+    assert process.write_stderr("out of memory", wait_s=0.01) is None
     assert capfd.readouterr().err == "out of memory\n"
 
 
 def test_a_late_thread_does_not_write_again(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     started = []
     monkeypatch.setattr(_thread, "start_new_thread", lambda run, args: started.append(threading.Thread(target=run)))
-    stderr.write_stderr("once", wait_s=0.01)
+    process.write_stderr("once", wait_s=0.01)
     started[0].run()
     assert capfd.readouterr().err == "once\n"

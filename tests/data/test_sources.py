@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import channel_stats

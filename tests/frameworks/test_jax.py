@@ -13,13 +13,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 

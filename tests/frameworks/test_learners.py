@@ -13,8 +13,7 @@ import torch
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError

@@ -19,14 +19,13 @@ from torch.nn import Parameter
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import whole_arrays
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.norm.buffers import Buffers
 from hvdtrain.frameworks.torch.step import any_nonfinite, one_or_nan, zero_where
-from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 

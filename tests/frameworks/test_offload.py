@@ -21,7 +21,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.frameworks.torch.precision import LossScale
 from hvdtrain.frameworks.torch.step import Meter, any_nonfinite, clip_, zero_where
-from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 
 SCALED = [
     f"speed.precision=fp16 shard.stage={stage} shard.offload={offload}"

@@ -14,7 +14,7 @@ from test_rule_optimizer import RULES, SHAPES, assert_equal, named, parameters, 
 from test_user_optimizer import Counting, user
 from torch.nn import Parameter
 
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.rule_optimizer import fill_optimizer_state, load_optimizer_state, make_optimizer, optimizer_state
 

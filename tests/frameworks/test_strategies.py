@@ -12,7 +12,7 @@ from ranks import FULL, needs_horovod, needs_mpirun
 from strategies_on_ranks import batch, hyper, learner
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 
 ENGINES = [
     pytest.param("mpi", marks=needs_mpirun),

@@ -12,8 +12,7 @@ from hvdtrain.core.metrics import add_sums
 from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.frameworks.torch.step import add_noise_
 from hvdtrain.optim.clipping import clip
-from hvdtrain.recipe.gradient_noise import noise_variance, sample_weights
-from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums
+from hvdtrain.recipe.noise import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums, noise_variance, sample_weights
 
 
 def test_sample_weights_have_mean_1_and_the_deviation_asked_for() -> None:

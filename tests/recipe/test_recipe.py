@@ -13,8 +13,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.progress import ENDLESS, Progress
 from hvdtrain.errors import UserError
-from hvdtrain.recipe import batch_growth, batch_size, from_config
-from hvdtrain.recipe.batch_growth import Growth
+from hvdtrain.recipe import from_config
+from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, resolve_batch_size
 from hvdtrain.recipe.clock import clock, total_epochs, total_samples
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
@@ -211,14 +211,14 @@ def test_growth_at_milestones_by_hand_and_the_rate_that_follows() -> None:
 
 
 def test_growth_by_a_tiny_gamma_is_limited() -> None:
-    assert batch_growth.batches_instead_of_decays(10, 1, 1e-320, 80) == (80,)
+    assert batches_instead_of_decays(10, 1, 1e-320, 80) == (80,)
 
 
 def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
     per_rank = 8 if "batch.per_rank" in provenance else None
     batch = BatchConfig(size=64, per_rank=per_rank)
     config = Config(batch=batch, resume=str(words.get("resume", "no"))).with_provenance(provenance)
-    config = batch_size.resolve_batch_size(config, ranks)
+    config = resolve_batch_size(config, ranks)
     assert config.batch.per_rank is None
     return config.batch.size, config.where("batch.size")
 
@@ -262,7 +262,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
 
 def test_smith_cifar_by_hand() -> None:
     """Smith 2017, section 5.1: 128, 640, 3200, 16000 where the rate would be divided by 5 at 60, 120, 160."""
-    grown = Growth(128, (60.0, 120.0, 160.0), batch_growth.batches_instead_of_decays(128, 3, 0.2, 16000))
+    grown = Growth(128, (60.0, 120.0, 160.0), batches_instead_of_decays(128, 3, 0.2, 16000))
     assert grown == Growth(128, (60.0, 120.0, 160.0), (640, 3200, 16000))
     assert [grown(e) for e in (0, 60 - EPS, 60, 120, 160, 200)] == [128, 128, 640, 3200, 16000, 16000]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op
 from hvdtrain.config.read import configure
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets

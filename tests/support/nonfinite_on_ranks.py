@@ -17,8 +17,7 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Arrays, Batch, digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.norm.buffers import Buffers

@@ -18,7 +18,7 @@ import shards_on_ranks
 import torch
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Op
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
 
 GPT = (

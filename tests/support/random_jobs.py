@@ -35,7 +35,7 @@ from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import DONE, USER, UserError
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_class_names

@@ -31,7 +31,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import whole
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import WORD, Parts, Share, WrittenByAll, of_read, of_written
 from hvdtrain.training.datasets import open_datasets

@@ -9,8 +9,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Arrays, Batch, digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner

@@ -17,7 +17,7 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.digest import combine, digest
+from hvdtrain.core.arrays import combine, digest
 from hvdtrain.frameworks.torch.state import Staging
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.training.build import build_learner

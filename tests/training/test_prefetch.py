@@ -12,8 +12,7 @@ from waiting import wait_until
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digests
+from hvdtrain.core.arrays import Batch, digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.source import ArraySource
 from hvdtrain.data.subset import subset

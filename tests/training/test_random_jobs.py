@@ -14,7 +14,7 @@ from ranks import needs_mpirun
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_conflicts
 
 ON_2 = Limits(engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy"))

@@ -15,7 +15,7 @@ from ranks import FULL, mpirun, needs_horovod, needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.data.datasets import synthetic
 from hvdtrain.data.source import digest_of_labels
 from hvdtrain.errors import UserError

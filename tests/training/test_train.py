@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.program import command_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices

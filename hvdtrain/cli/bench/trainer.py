@@ -17,7 +17,7 @@ from hvdtrain.config.plugins import check_names
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
 from hvdtrain.events.log import Log
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, open_datasets

@@ -30,10 +30,9 @@ from hvdtrain.comm.placement import LAUNCHERS, SRUN, SUBMITIT, LauncherMismatch,
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.core.exit import exit_now
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import exit_now, print_stderr
 from hvdtrain.errors import DONE, USER, Diverged, UserError
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
 from hvdtrain.training.replicas.software import code_digests, digest
 from hvdtrain.training.replicas.user_code import module_digests, named_modules

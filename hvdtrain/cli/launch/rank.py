@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from hvdtrain.cli.launch.watched import CALLS, Watched, log_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.exit import exit_now, flush_output
+from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of
 from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
 

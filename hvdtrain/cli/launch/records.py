@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.cli.launch.launcher_commands import Host
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import print_stderr
 
 EVENTS = "events.jsonl"
 _READ_BYTES = 2**22  # at a time

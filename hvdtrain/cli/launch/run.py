@@ -12,7 +12,7 @@ from types import FrameType
 
 from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import REQUEUE
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

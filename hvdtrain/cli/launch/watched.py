@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
-from hvdtrain.core.stderr import print_stderr
+from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import UserError
 
 # A launcher sends them to this process alone: the child is in a session of its own, so that it gets none of them twice.

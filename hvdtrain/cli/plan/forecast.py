@@ -16,8 +16,7 @@ from hvdtrain.data.sampler import largest_share
 from hvdtrain.errors import UserError
 from hvdtrain.optim.rule import ArrayOps, Rule
 from hvdtrain.recipe import from_config
-from hvdtrain.recipe.batch_growth import BatchPhase, batch_phases, steps_until
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import BatchPhase, batch_phases, resolve_batch_size, steps_until
 from hvdtrain.recipe.clock import clock, total_samples
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.build import build_recipe

@@ -17,7 +17,7 @@ from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.memory import MARGIN, forecast_memory, gib
 

@@ -10,7 +10,7 @@ from hvdtrain.cli.output import align
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, UnitCost, formula, of_stages, timeline
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.conflicts import refuse_on_every_engine
 from hvdtrain.training.input import passes_of_step

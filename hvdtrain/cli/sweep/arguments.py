@@ -16,7 +16,7 @@ from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, configure, expand, to_yaml
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_on_every_engine
 
 USAGE = """\

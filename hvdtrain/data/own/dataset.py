@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.digest import digest
+from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.own.samples import Samples, evaluation_seeds, probed, random_state_kept, training_seeds
 from hvdtrain.data.source import Field, check_indices, smallest

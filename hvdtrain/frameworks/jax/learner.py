@@ -27,7 +27,7 @@ from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, global_weight
 from hvdtrain.frameworks.state import check_fit, gather, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
-from hvdtrain.recipe.noise_scale import noise_scale_sums
+from hvdtrain.recipe.noise import noise_scale_sums
 from hvdtrain.tasks.task import Place, Task, part_of
 
 

@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import Cuda
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.layout import Layout
+from hvdtrain.core.pieces import Layout
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork

@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
-from hvdtrain.core.layout import Held, Layout, Row, Way, size
+from hvdtrain.core.pieces import Layout, LayoutRow, Share, Way, shown_bytes
 from hvdtrain.frameworks.torch.model import checked_model, example
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units
@@ -21,7 +21,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
 from hvdtrain.tasks.task import Task
 
-_WHOLE = Held(0.0, 1.0)
+_WHOLE = Share(0.0, 1.0)
 
 
 class _Layer(NamedTuple):
@@ -105,7 +105,7 @@ def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict
     for name, way in resolve(model, plan_of(model, where), parts, where).items():
         if name not in by_name:  # a tied weight is that of its first layer
             continue
-        inputs, outputs = size(by_name[name].inputs), size(by_name[name].outputs)
+        inputs, outputs = shown_bytes(by_name[name].inputs), shown_bytes(by_name[name].outputs)
         if way.kind == "columns":
             found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample", way.groups)
         elif way.kind == "rows":
@@ -126,8 +126,8 @@ def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Laye
     names = list(dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts))
     by_name, found = {layer.name: layer for layer in layers}, {}
     for number, name in enumerate(names):
-        rows = f"rows of all ranks, {size(by_name[name].inputs)} a sample; " if not number else ""
-        found[name] = _Cut("columns", f"{rows}neurons of all ranks, {size(by_name[name].outputs)} a sample")
+        rows = f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; " if not number else ""
+        found[name] = _Cut("columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample")
     return found
 
 
@@ -151,7 +151,7 @@ def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int
     by_layer: dict[str, int] = {}
     for name, p in model.named_parameters():
         by_layer.setdefault(name.rpartition(".")[0] or name, stage_of[p])
-    return by_layer, f"activations, {size(_bytes_of_sample(x))} a sample; their gradients come back"
+    return by_layer, f"activations, {shown_bytes(_bytes_of_sample(x))} a sample; their gradients come back"
 
 
 def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _Cut]) -> dict[tuple[Any, ...], list[_Layer]]:
@@ -164,10 +164,10 @@ def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _C
     return found
 
 
-def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]) -> Row:
+def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]) -> LayoutRow:
     parallel, readers = config.parallel, len(places) // config.parallel.ranks
     way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
-    held: list[Held | None] = []
+    held: list[Share | None] = []
     for rank, place in enumerate(places):
         if place.stage != stage % parallel.pipeline:
             held.append(None)
@@ -180,10 +180,10 @@ def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, plac
             held.append(part if config.shard.stage < 3 else _within(part, place.data, readers))
     sent, count = (cut.sent, cut.groups) if cut else ("", 1)
     whole = sum(layer.bytes - layer.weight_bytes for layer in alike) if cut and cut.axis == 1 else 0
-    return Row(_name(alike), alike[0].shape, sum(layer.bytes for layer in alike), whole, way, count, held, sent, stage)
+    return LayoutRow(_name(alike), alike[0].shape, sum(layer.bytes for layer in alike), whole, way, count, held, sent, stage)
 
 
-def _updated(rows: list[Row], rank: int, place: Coordinates, config: Config, readers: int) -> float:
+def _updated(rows: list[LayoutRow], rank: int, place: Coordinates, config: Config, readers: int) -> float:
     """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has whole its first rank."""
     total = 0.0
     for row in rows:
@@ -204,20 +204,20 @@ def _name(alike: list[_Layer]) -> str:
     return ".".join(one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True))
 
 
-def _share(index: int, parts: int) -> Held:
-    return Held(index / parts, (index + 1) / parts)
+def _share(index: int, parts: int) -> Share:
+    return Share(index / parts, (index + 1) / parts)
 
 
-def _part(length: int, rank: int, ranks: int) -> Held:
+def _part(length: int, rank: int, ranks: int) -> Share:
     """What a rank has of a layer that is cut: the first ranks have one more."""
     part = part_of(length, rank, ranks)
-    return Held(part.start / length, part.stop / length)
+    return Share(part.start / length, part.stop / length)
 
 
-def _within(part: Held, index: int, parts: int) -> Held:
+def _within(part: Share, index: int, parts: int) -> Share:
     """The shard of a part."""
     width = (part.stop - part.start) / parts
-    return Held(part.start + index * width, part.start + (index + 1) * width)
+    return Share(part.start + index * width, part.start + (index + 1) * width)
 
 
 def _ways(config: Config, readers: int) -> list[str]:
@@ -236,10 +236,10 @@ def _gradients(config: Config, found: Layout, readers: int) -> str:
         sent = sum(row.bytes for row in found.rows if row.way == "whole")
     if config.shard.stage == 3:
         whole = sum(row.bytes for row in found.rows)
-        return f"weights gathered in each pass, gradients summed to their owners: {size(whole)} each"
+        return f"weights gathered in each pass, gradients summed to their owners: {shown_bytes(whole)} each"
     if config.shard.stage or config.parallel.dense != "none":
-        return f"gradients summed to their owners, new weights sent back: {size(sent)} each"
-    return f"gradients summed over the ranks of data: {'up to ' * (config.parallel.pipeline > 1)}{size(sent)}"
+        return f"gradients summed to their owners, new weights sent back: {shown_bytes(sent)} each"
+    return f"gradients summed over the ranks of data: {'up to ' * (config.parallel.pipeline > 1)}{shown_bytes(sent)}"
 
 
 def _notes(config: Config) -> list[str]:

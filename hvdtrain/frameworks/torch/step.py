@@ -20,7 +20,7 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy
 from hvdtrain.frameworks.torch.precision import Scale
 from hvdtrain.optim.clipping import clip
-from hvdtrain.recipe.noise_scale import noise_scale_sums
+from hvdtrain.recipe.noise import noise_scale_sums
 
 Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
 
@@ -150,7 +150,7 @@ class Passes:
 
 
 class Meter:
-    """The squared norms from which recipe/noise_scale.py computes the gradient noise scale, without another pass over the data.
+    """The squared norms from which recipe/noise.py computes the gradient noise scale, without another pass over the data.
 
     Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's reduce it.
     """

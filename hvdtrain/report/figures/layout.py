@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.layout import Held, Layout, Row, size
+from hvdtrain.core.pieces import Layout, LayoutRow, Share, shown_bytes
 from hvdtrain.report.figures.canvas import GREY, literal, save_png
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def figure(layout: Layout) -> Figure:
     return whole
 
 
-def _levels(rows: list[Row]) -> list[float]:
+def _levels(rows: list[LayoutRow]) -> list[float]:
     """Where each row is, with room for an arrow between two stages."""
     found = [0.5]
     for before, row in itertools.pairwise(rows):
@@ -63,9 +63,9 @@ def _levels(rows: list[Row]) -> list[float]:
     return found
 
 
-def _draw_row(axes: Axes, level: float, row: Row, ranks: int, together: list[int]) -> None:
+def _draw_row(axes: Axes, level: float, row: LayoutRow, ranks: int, together: list[int]) -> None:
     shape = " x ".join(map(str, row.shape))
-    _label(axes, level, row.name, f"{shape}, {size(row.bytes)}")
+    _label(axes, level, row.name, f"{shape}, {shown_bytes(row.bytes)}")
     holders = [rank for rank in range(ranks) if row.held[rank] is not None]
     for rank in holders:
         _box(axes, rank, level)
@@ -85,7 +85,7 @@ def _box(axes: Axes, rank: int, level: float, width: float = _BOX, colour: str =
     axes.add_patch(Rectangle(corner, width, _HIGH, facecolor=colour, edgecolor="#AAB2BA", linewidth=0.6))
 
 
-def _fill(axes: Axes, rank: int, level: float, held: Held, row: Row) -> None:
+def _fill(axes: Axes, rank: int, level: float, held: Share, row: LayoutRow) -> None:
     """The rank's part of the weight, in each of its groups."""
     from matplotlib.patches import Rectangle
 
@@ -103,7 +103,7 @@ def _tell(axes: Axes, ranks: int, level: float, text: str) -> None:
     axes.text(ranks + 0.1, level, literal(textwrap.fill(text, _LINE)), fontsize=7, va="center", color=_ARROW)
 
 
-def _draw_stages(axes: Axes, layout: Layout, rows: list[Row], levels: list[float], ranks: int) -> None:
+def _draw_stages(axes: Axes, layout: Layout, rows: list[LayoutRow], levels: list[float], ranks: int) -> None:
     """An arrow from the last layer of a stage to the first one of the next."""
     for number, (before, row) in enumerate(itertools.pairwise(rows)):
         if before.stage == row.stage:
@@ -123,10 +123,10 @@ def _draw_sums(axes: Axes, layout: Layout, level: float, ranks: int) -> None:
     _label(axes, level + 1, "updates", "whose optimizer state it has")
     whole = sum(row.bytes for row in layout.rows)
     for rank in range(ranks):
-        axes.text(rank + 0.5, level, size(layout.weight_bytes(rank)), ha="center", va="center", fontsize=8)
+        axes.text(rank + 0.5, level, shown_bytes(layout.weight_bytes(rank)), ha="center", va="center", fontsize=8)
         _box(axes, rank, level + 1)
         _box(axes, rank, level + 1, _BOX * layout.updates[rank] / whole, _STATE)
-        axes.text(rank + 0.5, level + 1, size(layout.updates[rank]), ha="center", va="center", fontsize=7.5)
+        axes.text(rank + 0.5, level + 1, shown_bytes(layout.updates[rank]), ha="center", va="center", fontsize=7.5)
     if layout.gradients:
         groups = [[rank for rank in range(ranks) if _without_data(layout.ranks[rank]) == place] for place in _places(layout, ranks)]
         for depth, group in enumerate(group for group in groups if len(group) > 1):

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.stderr import write_stderr
+from hvdtrain.core.process import write_stderr
 
 # SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM, SIGINT or
 # SIGHUP, it kills the ranks within a second, whatever they have to save. SIGHUP: the terminal is gone, as after an ssh connection broke.

@@ -14,8 +14,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import GuardConfig
-from hvdtrain.core.exit import exit_now
-from hvdtrain.core.stderr import print_stderr, write_stderr
+from hvdtrain.core.process import exit_now, print_stderr, write_stderr
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals

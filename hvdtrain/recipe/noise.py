@@ -1,4 +1,4 @@
-"""The gradient noise scale: the batch size up to which larger batches save steps, measured from the gradients of each step."""
+"""Gradient noise: its scale, up to which larger batches save steps, measured in each step; and noise that a recipe adds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.core.metrics import Sums
+from hvdtrain.core.seeds import fold
 
 NOISE_SCALE_KEYS = ("excess", "excess_inv", "big", "big_inv", "steps")  # in the sums of Learner.step(), added over ranks and steps
+_STREAM = 0x5EED0001  # a counter that dropout and shuffles do not use
 
 
 def noise_scale_sums(local_square: Any, global_square: Any, count: int, batch: int, ranks: int) -> Sums:
@@ -58,3 +62,26 @@ class NoiseScale:
     def value(self) -> float:
         """B_noise in samples; NaN while |G|^2 is not above 0."""
         return self.noise / self.signal if self.signal > 0 else math.nan
+
+
+def sample_weights(seed: int, step: int, samples: np.ndarray, deviation: float) -> np.ndarray:
+    """z ~ N(1, deviation^2), float64 (n,), for samples int64 (n,) (Hoffer et al. 2017, arXiv:1705.08741, appendix A).
+
+    A pure function of (seed, step, sample): the same on whichever rank reads the sample.
+
+    Weighting each sample's loss by z leaves the expected mean gradient unchanged and multiplies its covariance by 1 + deviation^2.
+    Box-Muller transform of two counters: equal on every platform up to the rounding of log and cos.
+    """
+    keys = samples.astype(np.uint64)
+    first, second = (_uniform(fold(seed, _STREAM + half, step, keys)) for half in (0, 1))
+    return 1.0 + deviation * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second)
+
+
+def noise_variance(eta: float, step: int) -> float:
+    """eta / (1 + step)^0.55, annealed Gaussian noise (Neelakantan et al. 2015, arXiv:1511.06807, eq. 1); step: updates done."""
+    return float(eta / (1.0 + step) ** 0.55)
+
+
+def _uniform(bits: np.ndarray) -> np.ndarray:
+    """64 random bits, uint64 -> float64 in (0, 1]."""
+    return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) / 2.0**53
