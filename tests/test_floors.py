@@ -31,7 +31,6 @@ ALLOWED = {  # the only files that may import these
         "frameworks/torch/",
         "horovod/",
         *TASKS_IN_TORCH,
-        "tasks/functions/torch_loss.py",
     ),
     "torchvision": ("core/import_torchvision.py",),
     "horovod": ("comm/horovod.py", "frameworks/torch/parallel/", "horovod/engine/through_horovod.py"),

@@ -11,8 +11,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.functions.loss import OwnLoss, examples_of, own_loss
 from hvdtrain.tasks.functions.measured import measured
-from hvdtrain.tasks.functions.own_metric import read_metrics
-from hvdtrain.tasks.functions.sample_loss import is_torch_module
+from hvdtrain.tasks.functions.user_functions import is_torch_module, read_metrics
 from hvdtrain.tasks.task import Task
 
 Makers = Mapping[str, Given]  # by section

@@ -23,7 +23,7 @@ from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.columns import column_stats
+from hvdtrain.tasks.inputs.transform import column_stats
 from hvdtrain.tasks.language import build as language
 from hvdtrain.tasks.regression import build as regression
 from hvdtrain.training.build import build_learner, build_task, restore_task

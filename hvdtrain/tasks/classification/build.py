@@ -14,10 +14,8 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, LabelledImages, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.classification.labelled_part import LabelledPart
-from hvdtrain.tasks.classification.labels import check_fields, classes_of, number_of_classes
-from hvdtrain.tasks.columns import is_image
-from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats
+from hvdtrain.tasks.classification.labels import LabelledPart, check_fields, classes_of, number_of_classes
+from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats, is_image
 from hvdtrain.tasks.task import NumpyPart, Part, Place, is_users_model
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has

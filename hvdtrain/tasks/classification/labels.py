@@ -1,12 +1,16 @@
-"""The labels of two sets: how many classes they are of, and what is wrong with them."""
+"""The labels of two sets: how many classes they are of, what is wrong with them, and samples without a class."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
+from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Field, LabelledImages, Source, known_labels
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import refuse_nothing
+from hvdtrain.tasks.task import Each, refuse_nothing
 
 _MOST_CLASSES = 2**20  # by the largest label
 _NEEDS = "x (images uint8 (H, W, C), or numbers) with integer labels y"
@@ -87,3 +91,26 @@ def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | Non
     if len(labels) and labels.min() == 1 and classes > 1:
         lines.append(f"labels begin at 1: no training sample is of class 0, one of the {classes} outputs of the model; y - 1 counts from 0")
     return lines
+
+
+class LabelledPart:
+    """Another part, and the sum "labelled": how many samples have a class, which is any label but `ignored`."""
+
+    def __init__(self, part: Any, ignored: int | None) -> None:
+        self._part, self._ignored = part, ignored
+        self.inputs, self._where = part.inputs, part.where
+
+    def each(self, outputs: Any, batch: Mapping[str, Any], training: bool) -> Each:
+        has_class, with_classes = self._labels(batch)
+        each = self._part.each(outputs, with_classes, training)
+        return Each(self._where(has_class, each.loss, 0.0), {"right": each.terms["right"] & has_class, "labelled": has_class})
+
+    def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
+        """In NumPy: d(loss of each sample) / d(outputs), (n, outputs)."""
+        has_class, with_classes = self._labels(batch)
+        return np.where(has_class[:, None], self._part.gradient(outputs, with_classes), np.zeros((), outputs.dtype))
+
+    def _labels(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Which samples have a class, bool (n,); and the batch, in which all others are of class 0."""
+        has_class = batch["y"] != self._ignored
+        return has_class, {**batch, "y": self._where(has_class, batch["y"], 0)}

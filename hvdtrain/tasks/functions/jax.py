@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.functions.own_metric import OwnMetric, terms_of
-from hvdtrain.tasks.functions.sample_loss import Loss
+from hvdtrain.tasks.functions.user_functions import Loss, OwnMetric, terms_of
 from hvdtrain.tasks.inputs.jax import JaxInputs, as_given
 from hvdtrain.tasks.task import Each, Part, Place
 

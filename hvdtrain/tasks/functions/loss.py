@@ -14,9 +14,8 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory, known_labels
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import ColumnStats
-from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
-from hvdtrain.tasks.inputs.transform import Transform, input_stats, transform_of_facts
+from hvdtrain.tasks.functions.user_functions import Loss, is_torch_module
+from hvdtrain.tasks.inputs.transform import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
 
 
@@ -142,7 +141,7 @@ def examples_of(source: Source) -> Batch:
 def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
     """Raises UserError for what is no loss of each sample."""
     if is_torch_module(loss):
-        from hvdtrain.tasks.functions.torch_loss import of_torch_module
+        from hvdtrain.tasks.functions.torch import of_torch_module
 
         def never(value: int) -> bool:
             return all(_never(source, value) for source in sources)

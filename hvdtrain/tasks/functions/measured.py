@@ -12,7 +12,7 @@ from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.tasks.functions.own_metric import WHERE, OwnMetric
+from hvdtrain.tasks.functions.user_functions import WHERE, OwnMetric
 from hvdtrain.tasks.task import Place, Task
 
 

@@ -13,8 +13,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import column_stats
-from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats
+from hvdtrain.tasks.inputs.transform import Transform, check_stats, column_stats, input_stats
 from hvdtrain.tasks.task import NumpyPart, Part, Place, find_field, is_users_model
 
 Loss = Literal["squared_error", "absolute_error"]

@@ -1,10 +1,10 @@
-"""A metric of the user's own: a function of each sample that is added up, and what is made of the sum."""
+"""Functions of the user's: the loss of each sample, and a metric, which is made of the sum of what it gives for each sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,19 @@ from hvdtrain.core.metrics import Better
 from hvdtrain.errors import UserError
 
 WHERE = "hvdtrain.train(), metrics"
+
+
+class Loss(NamedTuple):
+    """What is learned from, of each sample."""
+
+    of: Callable[[Any, Mapping[str, Any]], Any]  # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
+    facts: dict[str, Any]  # its plain values, which a checkpoint keeps
+    ignore: int | None = None  # targets y of this value have no loss, and the mean is over the others
+
+
+def is_torch_module(thing: Any) -> bool:
+    """Whether it is a torch.nn.Module, without importing torch."""
+    return any(kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module" for kind in type(thing).__mro__)
 
 
 @dataclass(frozen=True)
