@@ -9,9 +9,8 @@ from hvdtrain.config.given import Given, name_of
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.functions.loss import OwnLoss, examples_of, own_loss
-from hvdtrain.tasks.functions.measured import measured
 from hvdtrain.tasks.functions.user_functions import is_torch_module, read_metrics
+from hvdtrain.tasks.functions.user_tasks import OwnLoss, examples_of, measured, own_loss
 from hvdtrain.tasks.task import Task
 
 Makers = Mapping[str, Given]  # by section

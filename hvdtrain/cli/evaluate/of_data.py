@@ -14,8 +14,7 @@ from hvdtrain.config.given import Given, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
-from hvdtrain.tasks.functions.loss import OwnLoss, with_inputs_of, without_loss
-from hvdtrain.tasks.functions.measured import Measured
+from hvdtrain.tasks.functions.user_tasks import Measured, OwnLoss, with_inputs_of, without_loss
 from hvdtrain.tasks.task import Task, is_users_model
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import digests, unstaged

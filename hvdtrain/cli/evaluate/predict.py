@@ -25,7 +25,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.functions.measured import Measured
+from hvdtrain.tasks.functions.user_tasks import Measured
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.evaluate import predict as predict_samples

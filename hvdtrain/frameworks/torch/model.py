@@ -24,9 +24,8 @@ from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
-from hvdtrain.tasks.functions.loss import OwnLoss
-from hvdtrain.tasks.functions.measured import Measured
 from hvdtrain.tasks.functions.torch import check_alone
+from hvdtrain.tasks.functions.user_tasks import Measured, OwnLoss
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 
 

@@ -16,7 +16,7 @@ from hvdtrain.data.source import Field, LabelledImages, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification.labels import LabelledPart, check_fields, classes_of, number_of_classes
 from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats, is_image
-from hvdtrain.tasks.task import NumpyPart, Part, Place, is_users_model
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, is_users_model
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
 _MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX
@@ -104,7 +104,6 @@ class Classification:
         )
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
-        from hvdtrain.tasks.classification.numpy import NumpyClassification
 
         return NumpyClassification(
             self.transform, self.classes, place, squared_error=model.loss == "squared_error", smoothing=model.label_smoothing
@@ -199,3 +198,46 @@ def without_statistics(shape: tuple[int, int, int], classes: int, ignored: int |
 
 def _are_counts(values: list[Any]) -> bool:
     return all(type(value) is int and 1 <= value <= _MOST for value in values)
+
+
+class NumpyClassification:
+    """The oracle of the other frameworks, with its gradient written by hand.
+
+    Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, classes).
+    """
+
+    where = staticmethod(np.where)  # of this framework
+
+    def __init__(self, transform: Transform, classes: int, place: Place, *, squared_error: bool, smoothing: float) -> None:
+        self._transform, self._classes, self._dtype = transform, classes, place.dtype
+        self._squared_error, self._smoothing = squared_error, smoothing
+
+    def inputs(self, batch: Batch) -> np.ndarray:
+        """(n, C H W) in the learner's number type; n may be 0."""
+        return self._transform.flat(batch["x"], self._dtype)
+
+    def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
+        smoothing = self._smoothing if training else 0.0
+        loss, _ = self._of_labels(outputs, batch["y"], smoothing)
+        if "mixup_weight" in batch:
+            weight = batch["mixup_weight"].astype(self._dtype)
+            loss = weight * loss + (1 - weight) * self._of_labels(outputs, batch["partner_y"], smoothing)[0]
+        return Each(loss, {"right": outputs.argmax(1) == batch["y"]})
+
+    def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
+        """(n, classes), in training."""
+        error = self._of_labels(outputs, batch["y"], self._smoothing)[1]
+        if "mixup_weight" in batch:
+            weight = batch["mixup_weight"].astype(self._dtype)
+            error = weight[:, None] * error + (1 - weight)[:, None] * self._of_labels(outputs, batch["partner_y"], self._smoothing)[1]
+        return error
+
+    def _of_labels(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+        """Each sample's loss (n,), and d(loss) / d(logits) (n, classes)."""
+        target = np.eye(self._classes, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / self._classes
+        if self._squared_error:
+            error = logits - target
+            return 0.5 * np.square(error).sum(1), error
+        shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
+        log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        return -(log_softmax * target).sum(1), np.exp(log_softmax) - target

@@ -14,7 +14,7 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs.transform import Transform, check_stats, column_stats, input_stats
-from hvdtrain.tasks.task import NumpyPart, Part, Place, find_field, is_users_model
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, find_field, is_users_model
 
 Loss = Literal["squared_error", "absolute_error"]
 Objective = Literal["loss", "mse", "mae", "r2"]
@@ -100,7 +100,6 @@ class Regression:
         return JaxRegression(JaxInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
-        from hvdtrain.tasks.regression.numpy import NumpyRegression
 
         return NumpyRegression(self.transform, self.target_mean, self.loss, place)
 
@@ -165,3 +164,40 @@ def restore(facts: dict[str, Any]) -> Regression:
     if facts["loss"] not in ("squared_error", "absolute_error") or facts["objective"] not in ("loss", "mse", "mae", "r2"):
         raise ValueError("impossible loss or objective")
     return Regression(x, y, mean, std, target_mean, facts["loss"], facts["objective"])
+
+
+class NumpyRegression:
+    """The oracle of the other frameworks, with its gradient written by hand.
+
+    Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C), flattened as torch does.
+    """
+
+    def __init__(self, transform: Transform, target_mean: np.ndarray, loss: str, place: Place) -> None:
+        self._transform, self._target_mean, self._loss, self._dtype = transform, target_mean, loss, place.dtype
+
+    def inputs(self, batch: Batch) -> np.ndarray:
+        """(n, features) in the learner's number type; n may be 0."""
+        return self._transform.flat(batch["x"], self._dtype)
+
+    def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
+        target = self._target(outputs, batch)
+        squares, absolute = np.square(outputs - target), np.abs(outputs - target)
+        loss = (squares if self._loss == "squared_error" else absolute).mean(1)
+        centred = target - self._target_mean
+        terms = {
+            "squares": squares.mean(1),
+            "absolute": absolute.mean(1),
+            "residual": squares,
+            "target": centred,
+            "target_square": np.square(centred),
+        }
+        return Each(loss, terms)
+
+    def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
+        """(n, outputs)"""
+        error = outputs - self._target(outputs, batch)
+        each = 2.0 * error if self._loss == "squared_error" else np.sign(error)
+        return each / outputs.shape[1]
+
+    def _target(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
+        return np.asarray(batch["y"].astype(self._dtype).reshape(outputs.shape))
