@@ -23,7 +23,7 @@ import torch
 import hvdtrain
 from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.errors import REQUEUE
-from hvdtrain.report.figures.style import COLOURS, log_scale, new_figure
+from hvdtrain.report.figures.canvas import COLOURS, log_scale, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from runs import event, start, write_table
 import hvdtrain
 from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.comm.rendezvous import address_towards
-from hvdtrain.report.figures.style import COLOURS, integer_ticks, new_figure
+from hvdtrain.report.figures.canvas import COLOURS, integer_ticks, new_figure
 
 HERE = Path(__file__).resolve().parent
 # This machine's address, as other machines call it: two "nodes" on one machine use it, too. Without a network there is one node.
