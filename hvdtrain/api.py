@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-    from hvdtrain.config.given import Given
+    from hvdtrain.config.section import Given
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.inputs.transform import Transform
     from hvdtrain.training.run_rank import Rank

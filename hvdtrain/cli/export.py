@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.config.given import is_object
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hvdtrain.config import plugins, schema
-from hvdtrain.config.options import options_of, shown
+from hvdtrain.config.plugins import options_of, shown_default
 from hvdtrain.config.refusal import fix_of_key, takes
 from hvdtrain.errors import MEANINGS, UserError, closest, short
 
@@ -104,7 +104,7 @@ def _nearest_topic(topic: str) -> str:
 
 def _key_text(key: str, info: FieldInfo) -> str:
     """A key with its default, its whole description, and the values that it takes."""
-    default = shown(info.get_default(call_default_factory=True)) or "nothing"
+    default = shown_default(info.get_default(call_default_factory=True)) or "nothing"
     text = f"{info.description}", f"takes {takes(info)}"
     wrapped = [line for each in text for line in textwrap.wrap(each, 118, break_on_hyphens=False)]
     return "\n  ".join([f"{key}: default {default}", *wrapped])
@@ -125,7 +125,7 @@ def list_text() -> str:
 def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
     """A row for each key of a section, or each option of a plugin: key=default, then its description."""
     fields = {name: info for name, info in kind.model_fields.items() if info.annotation not in schema.SECTIONS.values()}
-    keys = {name: f"{prefix}{name}={shown(info.get_default(call_default_factory=True))}" for name, info in fields.items()}
+    keys = {name: f"{prefix}{name}={shown_default(info.get_default(call_default_factory=True))}" for name, info in fields.items()}
     return [f"  {keys[name]:34} {info.description or ''}".rstrip() for name, info in fields.items()]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import plugins
-from hvdtrain.config.options import options_of
+from hvdtrain.config.plugins import options_of
 from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, Config
 
 Schema = dict[str, Any]

@@ -1,24 +1,28 @@
-"""Plugins: a name is the name of a file in a folder, whose build() or connect() makes what the name means."""
+"""Plugins: a name is that of a file in a folder, whose build() makes what it means; its keyword-only parameters are the options."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import importlib
 import inspect
+import json
 import re
 import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-from hvdtrain.config import options
-from hvdtrain.config.given import go_on, is_object
-from hvdtrain.config.other_words import data_of_path, right_value
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from hvdtrain.config.other_words import data_of_path, right_key, right_value, without_a_key
+from hvdtrain.config.refusal import expected
 from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig, TaskConfig
-from hvdtrain.config.section import OpenSection
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.config.section import OpenSection, go_on, is_object
+from hvdtrain.errors import UserError, closest, nearest, short
 
 # Names that share a file. Every other name is that of its file, and needs no line here.
 ALIASES: dict[str, dict[str, str]] = {
@@ -39,6 +43,7 @@ KEYS = {  # folder -> the key whose value names its files
     "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
+ANNOTATIONS = {"Literal": Literal, "Path": Path}  # what annotations of options may name, beside the types that Python has
 MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
@@ -182,14 +187,14 @@ def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        fix = options.fix_of_parameters(section, signature)
+        fix = fix_of_parameters(section, signature)
         raise UserError(f"{name}{signature} does not fit: {error}", section.where("name"), fix) from None
     return function(**arguments)
 
 
 def convert_options(section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:
     """The options of a section as arguments of the build() that its name means. Raises UserError for an unknown name or a wrong option."""
-    return options.convert(section, find(folder, section.name, section.where("name")))
+    return _converted(section, find(folder, section.name, section.where("name")))
 
 
 def is_dotted(name: str) -> bool:
@@ -200,3 +205,79 @@ def is_dotted(name: str) -> bool:
 def folder_of(section: str, framework: str) -> str:
     """The folder whose files the names of an open section are: the models of JAX have their own."""
     return "frameworks/jax/models" if section == "model" and framework == "jax" else OPEN_SECTIONS[section]
+
+
+def entry_of(path: Path) -> ast.FunctionDef:
+    """The build() or connect() of a plugin, as a syntax tree."""
+    body = ast.parse(path.read_text()).body
+    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name in ("build", "connect"))
+
+
+@functools.cache
+def options_of(path: Path) -> type[BaseModel]:
+    """The options of a plugin: types and defaults from the signature of its build(), descriptions from its docstring (`option: text`)."""
+    build = entry_of(path)
+    descriptions = _descriptions(ast.get_docstring(build) or "")
+    fields: dict[str, Any] = {}
+    for argument, default in zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True):
+        assert argument.annotation is not None and default is not None, f"{path}: {argument.arg} has no type or no default"
+        field = Field(default=ast.literal_eval(default), description=descriptions.get(argument.arg))
+        fields[argument.arg] = (ast.unparse(argument.annotation), field)
+    config = ConfigDict(extra="forbid", strict=True, defer_build=True, protected_namespaces=())
+    model: type[BaseModel] = create_model(path.stem, __config__=config, **fields)
+    model.model_rebuild(_types_namespace=ANNOTATIONS)
+    return model
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """The lines `option: text` of a docstring."""
+    pairs = (line.strip().partition(": ") for line in docstring.splitlines())
+    return {name: text for name, _, text in pairs if name.isidentifier()}
+
+
+def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
+    """The options that a section sets, as the types of the plugin's parameters: a list becomes a tuple, a text a path.
+
+    Raises UserError for an unknown option and for a value of another type. Values are judged as JSON: "3" is no number.
+    """
+    model = options_of(path)
+    try:
+        converted = model.model_validate_json(json.dumps(dict(section.options)))
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        option = str(details["loc"][0])
+        if details["type"] == "extra_forbidden":
+            raise _unknown_option(section, option, model) from None
+        key = section.full_key(option)
+        value = section.options[option]
+        fix = expected(key, model.model_fields[option], value)
+        raise UserError(f"wrong value for {key}: {short(repr(value))}", section.where(option), fix) from None
+    return {option: getattr(converted, option) for option in section.options}
+
+
+def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -> UserError:
+    name: str = section.name  # type: ignore[attr-defined]
+    options = {option: field.default for option, field in model.model_fields.items()}
+    fields = list(type(section).model_fields)
+    right = right_key(section.full_key(option), section.options[option]) or closest(option, [*options, *fields])
+    suggestion = f"did you mean {right}?" if right else without_a_key(option) or f"known: {', '.join(fields)}"
+    listed = ", ".join(f"{option}={shown_default(default)}" for option, default in options.items()) or "none"
+    fix = f"{suggestion}{' ' if right else '; '}options of {name}: {listed}"
+    return UserError(f"{section.section}.name={name} has no option {option}", section.where(option), fix)
+
+
+def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:
+    """The fix where the options of a section do not fit the user's own class: the parameter that a misspelt one resembles."""
+    known = [*signature.parameters, *type(section).model_fields]
+    unknown = next((option for option in section.options if option not in known), None)
+    fix = f"give its parameters as {section.section}.<name>=<value>"
+    if unknown is None:
+        return fix
+    close = closest(unknown, known)
+    right = right_key(section.full_key(unknown)) or (close and section.full_key(close))
+    return f"did you mean {right}? {fix}" if right else fix
+
+
+def shown_default(default: Any) -> str:
+    """A default as one would type it: `[16,32]`, `true`, nothing for null."""
+    return "" if default is None else default if isinstance(default, str) else json.dumps(default, separators=(",", ":"))

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from hvdtrain.config.given import go_on, is_object
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
-from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance
+from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,
     MOST_KEYS,

@@ -1,16 +1,16 @@
-"""What every section of the configuration can do: say where its keys were set, and give a copy with other values."""
+"""A section of the configuration: where its keys were set, copies with other values, and the object that a script gives for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from hvdtrain.config.given import Given
-
 COMMAND_LINE = "command line"  # the origin of a key=value argument
 DEFAULT = "default"  # the origin of a key that nothing set
+_OBJECT = "<object of "
 
 
 class Provenance(dict[str, str]):
@@ -62,6 +62,15 @@ class Section(BaseModel):
     __hash__ = None  # type: ignore[assignment]  # some values are lists
 
 
+class Given(NamedTuple):
+    """What a script gives for one section."""
+
+    name: str | None  # that stands in the configuration; None: the section keeps its own
+    make: Callable[..., Any]  # what package.module:function would be; of a section that keeps its name: task -> task
+    objects: Mapping[str, Any]  # whose code and values must be the same on all ranks, by what a message calls them
+    at_end: Callable[[Any], None] = lambda learner: None  # once training is over, on every rank, while the ranks are connected
+
+
 class OpenSection(Section):
     """A section whose `name` picks a plugin: keys that are not its own fields are options of that plugin."""
 
@@ -88,3 +97,26 @@ class OpenSection(Section):
     def options(self) -> Mapping[str, Any]:
         """The options of the plugin, as they were read."""
         return self.model_extra or {}
+
+
+def name_of_object(thing: Any) -> str:
+    """<object of mine:Net>: the class of an object, or the function itself."""
+    named = thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)  # a generator has no module
+    return f"{_OBJECT}{named.__module__}:{named.__qualname__}>"
+
+
+def is_object(name: str) -> bool:
+    """Whether it is the name of an object, which only the script that gave it has."""
+    return name.startswith(_OBJECT)
+
+
+def class_of_object(name: str) -> str:
+    """The last word of the name of an object: Net of <object of mine:Net>, lambda of <object of mine:make.<locals>.<lambda>>."""
+    return re.findall(r"\w+", name)[-1]
+
+
+def go_on(section: str) -> str:
+    """How a job is continued, evaluated and used whose object only a script has."""
+    again = "start that script again, with resume=RUN in its hvdtrain.train()"
+    by_path = {"model": "; or model.name=package.module:Class, which makes the same model", "data": "; or other data: data.name="}
+    return f"{again}; hvdtrain export RUN has the weights{by_path.get(section, '')}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
@@ -31,7 +31,7 @@ def _another_loss(fix: str) -> Exclusion:
 def _loss_object(job: PlannedJob) -> Iterator[UserError]:
     """A loss that a script gives has its own way to leave out samples."""
     if is_object(job.config.task.name):
-        what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of(job.config.task.name)}"
+        what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of_object(job.config.task.name)}"
         yield UserError(what, job.where("task.ignore_label"), "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out")
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config import plugins
-from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.config.yaml_reader import MOST_BYTES
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import FILE, MOST_FILE_BYTES, Codebook, TokenImages, UnencodedImages, from_json, to_json
@@ -124,7 +124,7 @@ def _divided(config: Config, val_share: float, codebook: CommonCodebook) -> Divi
 def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
     """Whether integers y are classes: as the task, the data or the loss say, or since they are no more than the samples that validate."""
     task = config.task.name
-    if task == "classification" or source.fields["y"].values or (is_object(task) and class_of(task) in _LOSSES_OF_CLASSES):
+    if task == "classification" or source.fields["y"].values or (is_object(task) and class_of_object(task) in _LOSSES_OF_CLASSES):
         return True
     return len(np.unique(labels)) <= (config.data.val_share or 0.0) * len(labels)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.config.given import Given, name_of
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import Given, name_of_object
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.functions.user_functions import is_torch_module, read_metrics
@@ -22,11 +22,11 @@ def given_model(model: Any) -> Given:
         from hvdtrain.frameworks.torch.model import GivenModel
 
         given = GivenModel(model)
-        return Given(name_of(model), given, {"model": model}, given.take)
+        return Given(name_of_object(model), given, {"model": model}, given.take)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
-        return Given(name_of(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
+        return Given(name_of_object(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
     if callable(model):
-        return Given(name_of(model), model, {"model": model})
+        return Given(name_of_object(model), model, {"model": model})
     what = f"model is a {type(model).__name__}"
     raise UserError(what, "hvdtrain.train()", "a torch.nn.Module, its class, a function that makes it, or a pair (init, apply) of JAX")
 
@@ -43,7 +43,7 @@ def given_data(train: Any, val: Any) -> Given:
 
     if train is None:
         raise UserError("val_data without train_data", "hvdtrain.train()", "both")
-    return Given(name_of(train), of, {"train_data": type(train), "val_data": type(val)})
+    return Given(name_of_object(train), of, {"train_data": type(train), "val_data": type(val)})
 
 
 def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | None) -> Given:
@@ -63,7 +63,7 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
             raise UserError(f"task.standardize is {standardize!r:.40}", "hvdtrain.train()", "true, false, or leave it out")
         return with_metrics(own_loss(name, train, val, "hvdtrain.train(), loss", loss, outputs, standardize, users_model), train)
 
-    name = name_of(loss)
+    name = name_of_object(loss)
     return Given(name, task, {"loss": loss, **objects})
 
 

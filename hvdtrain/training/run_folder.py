@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.read import to_yaml
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.checkpoint import files
@@ -138,7 +138,7 @@ def _has_run_without_marker(folder: Folder) -> bool:
 
 def _new_folder(config: Config) -> Path:
     """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same second."""
-    data, model = (class_of(section.name) if is_object(section.name) else section.name for section in (config.data, config.model))
+    data, model = (class_of_object(section.name) if is_object(section.name) else section.name for section in (config.data, config.model))
     name = f"{data}-{model.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):

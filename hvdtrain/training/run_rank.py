@@ -11,10 +11,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import place_of
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.comm.placement import Placement, placement
-from hvdtrain.config.given import Given
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import Given
 from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.recipe.batch import resolve_batch_size

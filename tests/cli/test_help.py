@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.__main__ import COMMANDS, main
 from hvdtrain.config import help, plugins
-from hvdtrain.config.options import options_of
+from hvdtrain.config.plugins import options_of
 from hvdtrain.config.schema import SECTIONS, known_keys
 from hvdtrain.errors import MEANINGS, UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import help, plugins
-from hvdtrain.config.options import options_of
+from hvdtrain.config.plugins import options_of
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
 from hvdtrain.errors import UserError, nearest

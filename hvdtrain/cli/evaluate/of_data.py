@@ -10,8 +10,8 @@ import numpy as np
 from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
-from hvdtrain.config.given import Given, is_object
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import Given, is_object
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.functions.user_tasks import Measured, OwnLoss, with_inputs_of, without_loss

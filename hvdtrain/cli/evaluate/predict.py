@@ -16,8 +16,8 @@ import numpy as np
 from hvdtrain.cli.evaluate.command import Arguments, load_model, name_of, parse, read_former_run
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.config import plugins
-from hvdtrain.config.given import Given
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import Given
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_files import FoundImages, ImageFiles, find_images, left_out_note

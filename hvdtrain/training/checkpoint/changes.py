@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config import options, plugins
+from hvdtrain.config import plugins
 from hvdtrain.config.lengths import as_given
 from hvdtrain.config.plugins import is_dotted, is_users_own
 from hvdtrain.config.read import read_run_config, resolve
@@ -111,7 +111,7 @@ def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
     folder = plugins.folder_of("model", framework)
     if name not in plugins.files(folder):
         return {}
-    fields = options.options_of(plugins.find(folder, name, config.where("model.name"))).model_fields
+    fields = plugins.options_of(plugins.find(folder, name, config.where("model.name"))).model_fields
     return {option: field.default for option, field in fields.items()}
 
 
@@ -119,7 +119,7 @@ def _default_form(config: Config) -> Any:
     """Default form of the job's optimizer, where it has forms."""
     if is_dotted(config.optim.name):
         return None
-    field = options.options_of(plugins.find("optim", config.optim.name, config.where("optim.name"))).model_fields.get(_FORM)
+    field = plugins.options_of(plugins.find("optim", config.optim.name, config.where("optim.name"))).model_fields.get(_FORM)
     return field and field.default
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config import plugins
-from hvdtrain.config.given import is_object
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import is_object
 from hvdtrain.tasks.functions.user_functions import is_torch_module
 
 MOST_MODULES = 2000

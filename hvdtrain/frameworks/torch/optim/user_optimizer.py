@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvdtrain.config.options import fix_of_parameters
+from hvdtrain.config.plugins import fix_of_parameters
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
