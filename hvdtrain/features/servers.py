@@ -101,7 +101,6 @@ SERVERS = JobFeature(
         Exclusion("comm.tune", among(True), why="gradients are not reduced over ranks"),
         Exclusion("norm.kind", among("sync"), why="workers do not wait for each other"),
         Exclusion("speed.precision", among("fp16"), why="each worker would have a loss scale of its own"),
-        Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
         Exclusion("batch.micro", among("auto"), why="the memory of servers and workers is not predicted"),
         Exclusion("log.noise_scale", among(True), why="there is no mean of the ranks' gradients"),
         Exclusion("log.step_times", among(True), why="a step is not of all ranks"),
