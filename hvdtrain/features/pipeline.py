@@ -80,6 +80,13 @@ PIPELINE = JobFeature(
             words="parallel.micro_batches=4",
             why="both say how many micro-batches a step has",
         ),
+        Exclusion(
+            "batch.micro",
+            among("auto"),
+            what="{chosen} does not support {set}: the fewest passes that fit leave stages idle",
+            fix="parallel.micro_batches=8, or batch.micro=N; plan --memory shows what fits",
+            why="the fewest passes that fit leave stages idle",
+        ),
         Exclusion("shard.stage", among(3), fix="shard.stage=1 or 2; or {off}"),
         Exclusion(
             "log.samples",
