@@ -429,15 +429,19 @@ def refusals(hvd: Any) -> Claims:
 
 
 def same_name_twice(hvd: Any) -> Claims:
-    """ValueError while the first one is under way."""
-    first = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="twice")
-    try:
-        hvd.synchronize(hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="twice"))
-        raised = False
-    except ValueError:
-        raised = True
-    hvd.synchronize(first)
-    yield np.array([raised]), (np.ones(1), "bool")
+    """ValueError while the first one is under way: each rank tries it before the others begin that call."""
+    for tries in range(hvd.size()):
+        name, raised, first = f"twice.{tries}", True, None
+        if hvd.rank() == tries:
+            first = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name=name)
+            try:
+                hvd.synchronize(hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name=name))
+                raised = False
+            except ValueError:
+                pass
+        hvd.allreduce(torch.ones(1), name=f"after.{name}")
+        hvd.synchronize(hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name=name) if first is None else first)
+        yield np.array([raised]), (np.ones(1), "bool")
 
 
 def places(hvd: Any) -> Claims:
