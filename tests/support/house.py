@@ -24,7 +24,7 @@ FEATURES = {  # a word of each, and the files that are its own
     "ema": ("ema.py",),
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("servers", "parameter_server", "replay.py", "update_log.py"),
-    "noise_scale": ("noise_scale", "gradient_noise"),
+    "noise_scale": ("noise",),
     "dense": ("dense",),
     "views": ("views",),
 }
@@ -58,7 +58,7 @@ JOB = "framework=torch model.name=linear data.name=digits stop.steps=2 log.every
 
 
 def modules(root: Path) -> dict[Path, str]:
-    """The text of each module; an empty __init__ is none."""
+    """The text of each module; an __init__.py is none."""
     found = {path: path.read_text() for path in sorted(root.rglob("*.py"))}
     return {path: text for path, text in found.items() if path.name != "__init__.py"}
 
