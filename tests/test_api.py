@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, NoReturn
 
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.core.child import start_child
+from hvdtrain.core.process import start_child
 from hvdtrain.errors import DONE, UserError, short
 
 USAGE = """\

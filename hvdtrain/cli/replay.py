@@ -17,7 +17,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import expand, read_run_config, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.report.run import read_run

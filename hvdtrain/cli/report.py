@@ -12,8 +12,7 @@ from typing import NamedTuple
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.process import print_stderr
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line, print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.report import summary
 from hvdtrain.report.figures import canvas, draw

@@ -1,16 +1,17 @@
-"""Named arrays, as in a checkpoint, and their 64-bit digests, to compare ranks and checkpoints; and batches of samples."""
+"""Named arrays, as in a checkpoint, their digests and their parts: a Piece, a Cut, and a Layout, which rank has which; batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 
 # "p." weights, "b." buffers, "s." optimizer state: {"p.fc.weight": ..., "s.fc.weight.0": ...}
 Arrays = dict[str, np.ndarray]
+
 _ROWS_AT_ONCE = 2**18  # of a digest
 
 
@@ -64,3 +65,160 @@ def digest_as(dtype: str, name: str, array: np.ndarray) -> str:
     """digest() of one array converted to this type, a piece at a time: it may be mapped from a file, and larger than the memory."""
     pieces = (array[start : start + _ROWS_AT_ONCE].astype(dtype, copy=False) for start in range(0, len(array), _ROWS_AT_ONCE))
     return combine({name: _digest_of_parts(np.dtype(dtype).str, array.shape, pieces)})
+
+
+class Cut(NamedTuple):
+    """One of the parts into which an array is cut along one axis; arrays are those of numpy or tensors of torch.
+
+    The axis may consist of several groups, each of which is cut: queries, keys and values in one matrix, of which a rank has some heads.
+    A group that does not divide evenly is split as numpy.array_split does: the first parts get one more.
+    """
+
+    axis: int = 0
+    groups: int = 1
+    parts: int = 1  # ranks
+    part: int = 0  # this rank's, from 0
+    length: int = 0  # of the axis of the whole; 0: the parts are equal
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the part of a whole of this shape."""
+        first, behind, _ = self._stretch(shape)
+        return shape if self.parts == 1 else (*shape[: self.axis], (behind - first) * self.groups, *shape[self.axis + 1 :])
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole that has parts of this shape."""
+        if self.parts == 1:
+            return shape
+        return (*shape[: self.axis], self.length or shape[self.axis] * self.parts, *shape[self.axis + 1 :])
+
+    def of(self, whole: Any) -> Any:
+        """The part; it may be a view."""
+        shape = tuple(whole.shape)
+        return self._in_stretches(whole).reshape(self.local_shape(shape))
+
+    def put(self, whole: Any, array: Any) -> None:
+        """The opposite: writes the part, `array`, into the whole, which is contiguous."""
+        stretches = self._in_stretches(whole)
+        stretches[...] = array.reshape(stretches.shape)
+
+    def runs(self, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where elements start ... stop - 1 of the part lie in the whole, of this shape: (first, behind the last) of each stretch."""
+        first, behind, every = self._stretch(shape)
+        inner = math.prod(shape[self.axis + 1 :]) if self.parts > 1 else 1
+        own = (behind - first) * inner  # elements of the part in each stretch
+        while start < stop:
+            number, offset = divmod(start, own)
+            begin = (number * every + first) * inner + offset
+            length = min(own - offset, stop - start)
+            yield begin, begin + length
+            start += length
+
+    def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Bounds in each stretch of the axis: the first row of the part, the one behind its last, and how many the stretch has."""
+        if self.parts == 1:
+            return 0, math.prod(shape), math.prod(shape)
+        every, rest = divmod(shape[self.axis], self.groups)
+        assert not rest and self.length in (0, shape[self.axis]), (shape, self)
+        rows, more = divmod(every, self.parts)
+        assert not more or self.length, (shape, self)
+        first = self.part * rows + min(self.part, more)
+        return first, first + rows + (self.part < more), every
+
+    def _in_stretches(self, whole: Any) -> Any:
+        """(stretches, rows of the part, elements of a row), a view where it can be one."""
+        first, behind, every = self._stretch(tuple(whole.shape))
+        inner = math.prod(whole.shape[self.axis + 1 :]) if self.parts > 1 else 1
+        stretches = math.prod(whole.shape) // (every * inner) if every * inner else 1
+        return whole.reshape((stretches, every, inner))[:, first:behind]
+
+
+WHOLE = Cut()
+
+
+class Piece(NamedTuple):
+    """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C.
+
+    read() gives the numbers: of that shape where every rank has all of it, else (stop - start,). What lies in host memory is not copied,
+    and may change in the next step. What lies on a GPU is copied into memory that the next read() of any piece of the learner overwrites.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole array
+    start: int
+    stop: int
+    dtype: np.dtype[Any]
+    read: Callable[[], np.ndarray]
+    is_whole: bool  # every rank has all of it; the same on all ranks
+    is_mine: bool = False  # of a part: whether this is the first rank that has it
+    cut: Cut = WHOLE
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where its elements lie in the whole array, in order: (first, behind the last) of each stretch."""
+        return self.cut.runs(self.shape, self.start, self.stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def copied(self) -> Piece:
+        """The piece with a copy of its numbers, which nothing changes."""
+        array = self.read().copy()
+        return self._replace(read=lambda: array)
+
+
+def whole(name: str, array: np.ndarray) -> Piece:
+    """A piece of an array that every rank has, in host memory."""
+    return Piece(name, array.shape, 0, array.size, array.dtype, lambda: array, True)
+
+
+def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of which every rank has all, by name: each until the next one is asked for."""
+    return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)
+
+
+Way = Literal["whole", "columns", "rows"]  # columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
+
+
+class Share(NamedTuple):
+    """A rank's part of a layer: from `start` to `stop`, shares of the cut axis."""
+
+    start: float
+    stop: float
+
+
+class LayoutRow(NamedTuple):
+    """A layer with weights, or several alike."""
+
+    name: str  # "blocks.0-3.fc1"
+    shape: tuple[int, ...]  # of its weight, whole
+    bytes: int  # of all its weights, of all layers that are alike
+    whole_bytes: int  # of these, of what each rank that has a part has whole: the biases of rows
+    way: Way
+    groups: int  # of features, each of which is cut: 3 of queries, keys and values
+    held: list[Share | None]  # of each rank; None: it has none of it
+    sent: str  # between the ranks that have it, in a step
+    stage: int
+
+
+class Layout(NamedTuple):
+    title: str
+    ranks: list[str]  # of each rank its place in the mesh
+    rows: list[LayoutRow]
+    together: list[int]  # of each rank a number of its group, whose ranks compute one layer together
+    updates: list[float]  # of each rank the bytes of weights that it updates, whose optimizer state it has
+    between_stages: str  # what a stage sends the next one; empty without stages
+    gradients: str  # what goes over the ranks that have the same weights
+    notes: list[str]
+
+    def weight_bytes(self, rank: int) -> int:
+        held = ((row, part) for row in self.rows if (part := row.held[rank]) is not None)
+        return round(sum(row.whole_bytes + (row.bytes - row.whole_bytes) * (part.stop - part.start) for row, part in held))
+
+
+def shown_bytes(count: float) -> str:
+    """1.2 MB, 16 kB"""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"

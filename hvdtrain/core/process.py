@@ -1,15 +1,25 @@
-"""The end of a process whose threads or other ranks may hang; and its standard error, whose reader may have paused, or gone."""
+"""This process: its end where threads or other ranks may hang, its standard error, the words that start it, a child that ends with it."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
 import os
+import shlex
+import shutil
+import signal
 import sys
+import sysconfig
 import threading
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import subprocess
 
 WAIT_S = 3.0  # less than what the watchdog and an abort give a process to end
+_PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ends_with_parent.py"))]
 
 
 def exit_now(code: int) -> NoReturn:
@@ -79,3 +89,50 @@ def _write_all(number: int, data: bytes) -> None:
     with contextlib.suppress(OSError):  # a closed pipe, a terminal that is gone, a full disk
         while data:
             data = data[os.write(number, data) :]
+
+
+def command_line(*arguments: str) -> str:
+    """The words that start this program, quoted: `hvdtrain ...` where the shell finds that of this environment, else its path."""
+    return shlex.join([*_program(), *arguments])
+
+
+def path_argument(path: Path) -> str:
+    """A path as an argument that no command takes for an option: ./-x for -x."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def _program() -> list[str]:
+    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
+    scripts = [Path(folder, "hvdtrain") for folder in folders]
+    found = shutil.which("hvdtrain")
+    if found and any(script.exists() and script.samefile(found) for script in scripts):
+        return ["hvdtrain"]
+    script = next((script for script in scripts if os.access(script, os.X_OK)), None)
+    if script is None:  # imported from its source
+        return [sys.executable or "python", "-m", "hvdtrain"]
+    below = os.path.relpath(script)
+    return [str(script) if below.startswith(os.pardir) else below]
+
+
+def start_child(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    at_our_end: signal.Signals,
+    *,
+    new_session: bool = False,
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """A child that gets the signal `at_our_end` when this process ends, for whatever reason; it ends with 127 where it cannot be started.
+
+    output: for its standard output and error, in place of ours; it reads nothing then.
+    """
+    import subprocess  # 5 ms, which most commands need not take
+
+    return subprocess.Popen(
+        [*_PROGRAM, str(os.getpid()), str(int(at_our_end)), *command],
+        env=environ,
+        start_new_session=new_session,
+        stdin=None if output is None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )

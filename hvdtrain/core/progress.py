@@ -1,11 +1,17 @@
-"""Progress of a job in samples and steps, and the hyperparameters of one step."""
+"""Progress of a job in samples and steps, the hyperparameters of a step, updates of asynchronous training; seeds made of such counters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ENDLESS = 2**53 - 1  # samples of a job that has no number of epochs
+
+
+MOST_STALE = 2**16 - 1  # that a record of the log of updates has bits for
+
+
+_MASK = 2**64 - 1
 
 
 class Hyper(NamedTuple):
@@ -51,3 +57,45 @@ class Progress:
     def advance(self, batch: int) -> Progress:
         """After one more step, of `batch` samples over all ranks."""
         return replace(self, step=self.step + 1, samples=self.samples + batch)
+
+
+def fold(*counters: Any) -> Any:
+    """A 64-bit seed from counters: fold(seed, step, rank). Equal on every platform and in every version of every library.
+
+    Each counter is an int, or a uint64 array, which gives an array of seeds, one for each element.
+    The mixing function is splitmix64's (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 17).
+    """
+    seed: Any = 0
+    for counter in counters:
+        seed = _mix(seed ^ _mix(counter + 0x9E3779B97F4A7C15 & _MASK))
+    return seed
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+class WorkerUpdate(NamedTuple):
+    """One update of the weights from one worker's gradient."""
+
+    ticket: int  # the step whose samples the gradient is of
+    staleness: int  # updates between the worker's reading of the weights and this one
+    worker: int  # its rank
+
+
+class Outstanding(NamedTuple):
+    """What a worker computes, or has computed, that no update is made from yet."""
+
+    ticket: int
+    read: int  # updates that its weights have
+
+
+class GoOn(NamedTuple):
+    """How the ranks that are left go on between two sync points, the same on all of them."""
+
+    version: int  # updates done
+    ranks: dict[int, int]  # the number that a rank had -> the one that it has
+    sent_again: dict[int, Outstanding]  # by the new number of a worker: its whole gradient, which no update is made from yet
+    given_again: list[int]  # tickets of which no worker that is left has the gradient

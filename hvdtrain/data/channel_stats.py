@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

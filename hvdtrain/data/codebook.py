@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field, LabelledImages, Source, check_indices
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 
 LARGEST_SORTED = 2**24  # samples whose order is one array, 128 MiB; that of more is computed position by position
 
@@ -195,7 +195,7 @@ def _remainder(x: np.ndarray, divisor: int) -> np.ndarray:
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """63 bits for each of x, uint64 (m,), which is overwritten: splitmix64's mixing function, as core/seeds.py has it."""
+    """63 bits for each of x, uint64 (m,), which is overwritten: splitmix64's mixing function, as core/progress.py has it."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 import numpy as np
 
 from hvdtrain.core.arrays import digest, digest_as
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
 from hvdtrain.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hvdtrain.core.arrays import digest
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.source import (
     AroundSource,

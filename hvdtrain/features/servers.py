@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ServersConfig
-from hvdtrain.core.updates import MOST_STALE
+from hvdtrain.core.progress import MOST_STALE
 from hvdtrain.errors import UserError
 from hvdtrain.features.horovod_settings import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than

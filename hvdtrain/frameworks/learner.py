@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.pieces import Piece
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.tasks.task import Task

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.pieces import Piece
+from hvdtrain.core.arrays import Arrays, Piece
 from hvdtrain.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 
 NOISE_SCALE_KEYS = ("excess", "excess_inv", "big", "big_inv", "steps")  # in the sums of Learner.step(), added over ranks and steps
 _STREAM = 0x5EED0001  # a counter that dropout and shuffles do not use

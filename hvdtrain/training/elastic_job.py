@@ -19,7 +19,7 @@ from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.comm.on_all_ranks import on_rank_0, on_rank_0_only
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.updates import GoOn
+from hvdtrain.core.progress import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
 from hvdtrain.events.log import Event, Sink
 from hvdtrain.training.checkpoint import files

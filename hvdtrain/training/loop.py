@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import Hyper, Progress, fold
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields

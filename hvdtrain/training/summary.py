@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Metric
-from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction

@@ -108,7 +108,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     write_mnist(tmp_path / "fewer", 6)
     (tmp_path / "none").mkdir()
     shutil.copytree(ROOT / "hvdtrain", tmp_path / "code/hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "code/hvdtrain/core/seeds.py").open("a") as file:
+    with (tmp_path / "code/hvdtrain/core/progress.py").open("a") as file:
         file.write("# another line\n")
     (tmp_path / "code/hvdtrain/mine.py").write_text('"""Mine."""\n')
     stay, pin = f"os.chdir({str(tmp_path / 'most')!r})", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
@@ -122,7 +122,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert result.returncode == 2, result
     tree = json.loads((tmp_path / "out.json").read_text())
     found, host = findings(tree), os.uname().nodename
-    code = found["hvdtrain's code differs: core/seeds.py, mine.py (only there)"]
+    code = found["hvdtrain's code differs: core/progress.py, mine.py (only there)"]
     assert code[:2] == ("error", f"rank 2 on {host}; 3 other ranks agree")
     assert found["the configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 other ranks agree")
     assert found["training samples: 6 instead of 8"][:2] == ("error", f"rank 2 on {host}")

@@ -220,11 +220,11 @@ def test_the_first_rank_of_each_kind_alone_sends_what_it_has() -> None:
 
 
 def test_code_that_differs_is_named_by_file() -> None:
-    usual = {"core/seeds.py": "a", "training/loop.py": "b"}
-    other = {"core/seeds.py": "c", "mine.py": "d"}
+    usual = {"core/progress.py": "a", "training/loop.py": "b"}
+    other = {"core/progress.py": "c", "mine.py": "d"}
     expect(
         differing_code(four(), [usual, usual, usual, other]),
-        *("error", "hvdtrain's code differs: core/seeds.py, mine.py (only there), training/loop.py (missing)"),
+        *("error", "hvdtrain's code differs: core/progress.py, mine.py (only there), training/loop.py (missing)"),
         *("rank 3 on n2; 3 other ranks agree", "use one installation"),
     )
     many = [{f"{number}.py": "a" for number in range(6)} | {"mine.py": "b"}] * 3 + [{}]

@@ -12,11 +12,11 @@ from ranks import HANG_S
 from waiting import wait_until
 
 from hvdtrain.core import ends_with_parent
-from hvdtrain.core.child import start_child
+from hvdtrain.core.process import start_child
 
 PARENT = """
 import os, signal, sys
-from hvdtrain.core.child import start_child
+from hvdtrain.core.process import start_child
 command = [sys.executable, "-c", "print('runs', flush=True); import time; time.sleep(2000)"]
 child = start_child(command, os.environ, signal.SIGTERM, new_session=True)
 print(child.pid, flush=True)

@@ -25,7 +25,7 @@ from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
 from hvdtrain.config.schema import Config
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged

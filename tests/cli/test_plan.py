@@ -12,7 +12,7 @@ from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.pieces import Share
+from hvdtrain.core.arrays import Share
 from hvdtrain.tasks.classification.build import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 
 SCRIPTS = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]

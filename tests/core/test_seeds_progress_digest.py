@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.core.arrays import digest
-from hvdtrain.core.progress import Progress
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import Progress, fold
 
 
 def splitmix64(x: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.codebook import Codebook, Encoder, draw_pixels, k_means, make_codebook, nearest, reduce_images
 from hvdtrain.data.datasets import digits, synthetic
 from hvdtrain.data.source import ArraySource

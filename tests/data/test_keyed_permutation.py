@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.sampler import permuted
 
 MASK = 2**64 - 1

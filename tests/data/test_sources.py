@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.own import arrays

@@ -12,8 +12,7 @@ import pytest
 
 from hvdtrain.comm.communicator import Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.pieces import Piece
+from hvdtrain.core.arrays import Batch, Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification.build import Classification

@@ -14,8 +14,7 @@ import torch
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
-from hvdtrain.core.progress import Hyper
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs

@@ -19,9 +19,8 @@ from torch.nn import Parameter
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Batch, digest
+from hvdtrain.core.arrays import Batch, digest, whole_arrays
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.pieces import whole_arrays
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.norm.buffers import Buffers
 from hvdtrain.frameworks.torch.step import any_nonfinite, one_or_nan, zero_where

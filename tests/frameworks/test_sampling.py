@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
 from hvdtrain.frameworks.torch.sampling import continue_sequences
 

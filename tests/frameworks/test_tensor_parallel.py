@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, linear, mlp
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link

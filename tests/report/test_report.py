@@ -21,7 +21,7 @@ from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, sta
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.report import Progress
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import scaling_comparisons
 from hvdtrain.report.figures import canvas, draw, ranks, speed, training

@@ -17,8 +17,7 @@ from hvdtrain.cli.export import metadata, model_state
 from hvdtrain.cli.export import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Arrays, digest
-from hvdtrain.core.pieces import whole
+from hvdtrain.core.arrays import Arrays, digest, whole
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner

@@ -27,8 +27,8 @@ from hvdtrain.cli.check.speed import LARGE_BYTES
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import whole
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.pieces import whole
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
 from hvdtrain.recipe.batch import resolve_batch_size

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, part_of
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.frameworks.torch.model import recompute_blocks
 from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of

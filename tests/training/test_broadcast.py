@@ -15,8 +15,7 @@ import torch
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import ArrayStream, digest
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.arrays import ArrayStream, Piece, digest, whole
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.threads import fair_threads

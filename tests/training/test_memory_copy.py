@@ -11,7 +11,7 @@ import pytest
 from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm.communicator import Buffer, Handle
-from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.arrays import Piece, whole
 from hvdtrain.training.memory_copy import Array, Held, Kept, Neighbours, Part, distance, newest, wholes
 
 

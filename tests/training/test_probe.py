@@ -15,7 +15,7 @@ from ranks import ROOT, mpirun, needs_mpirun
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.errors import DIVERGED, Diverged
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner

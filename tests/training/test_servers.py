@@ -18,7 +18,7 @@ from hvdtrain.cli.replay import compare
 from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, LostMeanwhile, Report, SyncPoints, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import Order, Window

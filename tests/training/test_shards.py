@@ -25,9 +25,8 @@ from waiting import wait_until
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.config.schema import CheckpointConfig
-from hvdtrain.core.arrays import Arrays, ArrayStream
+from hvdtrain.core.arrays import WHOLE, Arrays, ArrayStream, Cut, Piece, whole
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
 from hvdtrain.training.checkpoint import array_file, checkpoints, files, shards, shared_file, sums

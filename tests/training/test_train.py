@@ -20,7 +20,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digest
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.errors import UserError

@@ -16,7 +16,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.subset import relabelled

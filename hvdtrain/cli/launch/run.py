@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.process import print_stderr
+from hvdtrain.core.process import print_stderr, start_child
 from hvdtrain.errors import REQUEUE
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

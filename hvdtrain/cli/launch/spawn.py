@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from hvdtrain.cli.launch.machine import visible_gpus
 from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, new_secret, parse_address, secret_of
-from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.process import start_child
 from hvdtrain.errors import UserError
 
 OPTIONS = ("--num-nodes", "--node-id", "--num-gpus")

@@ -37,10 +37,9 @@ from hvdtrain.cli.sweep.trial import (
     to_json,
 )
 from hvdtrain.comm.placement import listed_devices, placement
-from hvdtrain.core.child import start_child
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 

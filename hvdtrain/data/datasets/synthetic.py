@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
 from hvdtrain.data.source import ImagesBase, LabelledImages, Split, check_indices, digest_of_labels
 from hvdtrain.errors import UserError

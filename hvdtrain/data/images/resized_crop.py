@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 
 _STREAM = 0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.own.samples import Samples, evaluation_seeds, probed, random_state_kept, training_seeds
 from hvdtrain.data.source import Field, check_indices, smallest
 from hvdtrain.data.worker_pool import WorkerPool

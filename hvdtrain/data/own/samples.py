@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import TARGETS, has_channels_first, is_array, to_numpy
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line, short

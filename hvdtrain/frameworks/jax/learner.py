@@ -12,9 +12,8 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, as_stream
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views

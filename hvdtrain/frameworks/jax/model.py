@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.config.schema import Config
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name

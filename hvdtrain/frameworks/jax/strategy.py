@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Piece
+from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.step import Optimizer, OptimizerState, Phases, Update, Weights

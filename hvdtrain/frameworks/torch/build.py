@@ -12,9 +12,8 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import Cuda
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.pieces import Layout
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.arrays import Arrays, Layout
+from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner

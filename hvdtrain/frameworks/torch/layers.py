@@ -12,10 +12,9 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Cut
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
-from hvdtrain.core.pieces import Cut
-from hvdtrain.core.progress import Hyper
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0

@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Layout, LayoutRow, Share, Way, shown_bytes
+from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
 from hvdtrain.frameworks.torch.model import checked_model, example
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units

@@ -17,12 +17,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.core.pieces import Piece
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.seeds import fold
-from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, global_weight

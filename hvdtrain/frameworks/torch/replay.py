@@ -14,9 +14,7 @@ from hvdtrain.comm.mesh import ALONE, Mesh, one_group
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.seeds import fold
-from hvdtrain.core.updates import WorkerUpdate
+from hvdtrain.core.progress import Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.assemble import assemble

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import SplitLogits, whole_logits
 
 _STREAM = 0x73616D70  # of counters, apart from those of other random numbers

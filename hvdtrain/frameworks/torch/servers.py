@@ -9,8 +9,7 @@ import torch
 from hvdtrain.comm.communicator import interruptible, point_to_point
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
-from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, go_on_from

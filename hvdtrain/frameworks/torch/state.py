@@ -10,8 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from hvdtrain.core.arrays import Arrays, ArrayStream, as_stream
-from hvdtrain.core.pieces import Piece
+from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.pieces import Layout, LayoutRow, Share, shown_bytes
+from hvdtrain.core.arrays import Layout, LayoutRow, Share, shown_bytes
 from hvdtrain.report.figures.canvas import GREY, literal, save_png
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import as_images, to_numpy
 from hvdtrain.data.source import Field, LabelledImages, Source
 from hvdtrain.errors import UserError

@@ -14,7 +14,7 @@ from hvdtrain.config.lengths import as_given
 from hvdtrain.config.plugins import is_dotted, is_users_own
 from hvdtrain.config.read import read_run_config, resolve
 from hvdtrain.config.schema import Config
-from hvdtrain.core.program import command_line
+from hvdtrain.core.process import command_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction
 from hvdtrain.recipe.clock import total_samples

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import part_of
+from hvdtrain.core.arrays import Piece
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import Diverged
 from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_bytes
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join

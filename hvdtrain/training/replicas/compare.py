@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays, ArrayStream, combine, digests
-from hvdtrain.core.pieces import Piece, whole, whole_arrays
+from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests, whole, whole_arrays
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import HasState

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import Learner

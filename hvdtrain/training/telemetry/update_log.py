@@ -16,7 +16,7 @@ from hvdtrain.comm.on_all_ranks import on_rank_0_only
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.updates import MOST_STALE, WorkerUpdate
+from hvdtrain.core.progress import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.threads import asked_threads, fair_threads

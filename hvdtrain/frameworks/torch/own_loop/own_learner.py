@@ -14,10 +14,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import doing_in, end_step
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.pieces import Piece
-from hvdtrain.core.seeds import fold
+from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.pieces import WHOLE, Cut
 from hvdtrain.frameworks.torch.parallel.strategy import Around, OnePass, Shard, Strategy, Wrapped, reduction_device
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of

@@ -9,10 +9,9 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums, add_sums
-from hvdtrain.core.pieces import WHOLE, Cut
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 

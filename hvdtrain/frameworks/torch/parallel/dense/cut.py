@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator, part_of
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 
 Sizes = Sequence[int]  # rows of each rank, the same on all ranks; some may be 0

@@ -15,7 +15,7 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Wait

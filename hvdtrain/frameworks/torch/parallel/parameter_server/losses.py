@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, Interruptible
-from hvdtrain.core.updates import GoOn, Outstanding
+from hvdtrain.core.progress import GoOn, Outstanding
 
 
 class SyncPoints:

@@ -11,8 +11,7 @@ from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import GoOn, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers

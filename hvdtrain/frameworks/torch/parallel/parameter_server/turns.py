@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
-from hvdtrain.core.updates import GoOn, Outstanding, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 
 LEADER = 0  # the rank of the first server
 TICKET, DONE, DECISION, GRADIENT, WEIGHTS = range(1, 6)  # tags of messages

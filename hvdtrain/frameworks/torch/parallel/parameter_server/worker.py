@@ -11,8 +11,7 @@ from hvdtrain.comm.communicator import Handle, PointToPoint
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import GoOn
+from hvdtrain.core.progress import GoOn, Progress
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints

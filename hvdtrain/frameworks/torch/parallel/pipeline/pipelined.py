@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import WHOLE, Cut
+from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline

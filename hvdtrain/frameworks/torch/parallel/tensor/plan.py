@@ -15,7 +15,7 @@ from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
-from hvdtrain.core.pieces import Cut
+from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions
 from hvdtrain.frameworks.torch.parallel.tensor.layers import (

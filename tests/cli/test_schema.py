@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.schema import schema
+from hvdtrain.cli.schema import json_schema, schema
 from hvdtrain.config import plugins
-from hvdtrain.config.json_schema import json_schema
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import known_keys
 from hvdtrain.config.yaml_reader import Loader
