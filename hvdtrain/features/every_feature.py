@@ -2,73 +2,88 @@
 
 from __future__ import annotations
 
-from hvdtrain.features import (
-    adasum,
-    compression,
-    crop,
-    dense,
-    dense_updates,
-    device_memory,
-    ema,
-    frameworks,
-    groups,
-    horovod_settings,
-    local_sgd,
-    lost,
-    mesh,
-    micro_batches,
-    muon,
-    noise_scale,
-    pipeline,
-    plain,
-    ranks,
-    reading_ahead,
-    recipe,
-    recompute,
-    reduce,
-    samples,
-    sequence,
-    servers,
-    shards,
-    sync_norm,
-    tasks,
-    tune,
-    user_optimizer,
-    views,
+from collections.abc import Iterator
+from typing import Any
+
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.features import comm, data, dense, frameworks, log, lost, mesh, optim, passes, pipeline, reduce, servers, shards, tasks
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, always, value_of
+from hvdtrain.recipe.conflicts import recipe_conflicts
+
+
+def _contradictions(job: PlannedJob) -> Iterator[UserError]:
+    yield from recipe_conflicts(job.config)
+
+
+def _plain(key: str, usual: Any, *examples: str) -> JobFeature:
+    """A feature that is on where a key has another value than the usual one."""
+
+    def on(config: Config) -> bool:
+        return bool(value_of(config, key) != usual)
+
+    return JobFeature(key=key, on=on, examples=examples)
+
+
+RECIPE = JobFeature(key="recipe.schedule", on=always, rules=(_contradictions,))
+PLAIN = (  # these exclude nothing by themselves: others say where they cannot go with them
+    _plain("norm.kind", "batch", "norm.kind=ghost norm.ghost=3"),
+    _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
+    _plain("speed.compile", "none", "speed.compile=default"),
+    _plain("speed.channels_last", None, "speed.channels_last=true"),
+    _plain("optim.clip_norm", None, "optim.clip_norm=0.05"),
+    _plain("recipe.growth", "none", "recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[80]"),
+    _plain("recipe.schedule", "constant", "recipe.schedule=plateau"),
+    _plain("recipe.gradient_noise", 0.0, "recipe.gradient_noise=0.01"),
+    _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
+    _plain("data.sampling", "global", "data.sampling=partition"),
+    _plain("augment.mixup", 0.0, "augment.mixup=0.3"),
+    _plain("guard.nonfinite", "stop", "guard.nonfinite=skip", "guard.nonfinite=rollback"),
+    _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),
+    _plain("log.step_times", False, "log.step_times=true"),
 )
-from hvdtrain.features.job_feature import JobFeature
 
 FEATURES: tuple[JobFeature, ...] = (
-    *frameworks.FEATURES,
-    *recipe.FEATURES,
-    *reduce.FEATURES,
-    *compression.FEATURES,
-    *adasum.FEATURES,
-    *local_sgd.FEATURES,
-    *shards.FEATURES,
-    *sequence.FEATURES,
-    *mesh.FEATURES,
-    *dense.FEATURES,
-    *dense_updates.FEATURES,
-    *pipeline.FEATURES,
-    *muon.FEATURES,
-    *servers.FEATURES,
-    *tune.FEATURES,
-    *horovod_settings.FEATURES,
-    *device_memory.FEATURES,
-    *user_optimizer.FEATURES,
-    *noise_scale.FEATURES,
-    *samples.FEATURES,
-    *reading_ahead.FEATURES,
-    *crop.FEATURES,
-    *ema.FEATURES,
-    *views.FEATURES,
-    *groups.FEATURES,
-    *recompute.FEATURES,
-    *lost.FEATURES,
-    *micro_batches.FEATURES,
-    *sync_norm.FEATURES,
-    *plain.FEATURES,
-    *tasks.FEATURES,
-    *ranks.FEATURES,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows
+    frameworks.JAX,
+    frameworks.NUMPY,
+    RECIPE,
+    reduce.ONE_STRATEGY,
+    reduce.DISTRIBUTED_OPTIMIZER,
+    reduce.DDP,
+    reduce.BUCKET,
+    reduce.COMPRESSION,
+    reduce.ADASUM,
+    reduce.LOCAL_SGD,
+    shards.SHARDS,
+    mesh.SEQUENCE,
+    mesh.MESH,
+    dense.DENSE,
+    dense.DENSE_UPDATES,
+    pipeline.PIPELINE,
+    optim.MUON,
+    servers.SERVERS,
+    reduce.TUNE,
+    comm.HIERARCHICAL,
+    comm.CYCLE,
+    comm.FUSION,
+    comm.DEVICE_MEMORY,
+    optim.USER_OPTIMIZER,
+    log.NOISE_SCALE,
+    log.SAMPLES,
+    data.READERS,
+    data.CROP,
+    optim.EMA,
+    data.VIEWS,
+    optim.GROUPS,
+    passes.RECOMPUTE,
+    lost.LOST,
+    lost.SHRINK,
+    passes.MICRO,
+    passes.SYNC_NORM,
+    *PLAIN,
+    tasks.REGRESSION,
+    tasks.LANGUAGE,
+    tasks.IGNORED_LABEL,
+    tasks.CLASSIFICATION,
+    comm.RANKS,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows
 )

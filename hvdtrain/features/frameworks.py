@@ -77,4 +77,3 @@ NUMPY = JobFeature(
     why="framework=numpy is the reference for linear models",
     excludes=_excluded(IN_NUMPY),
 )
-FEATURES = (JAX, NUMPY)

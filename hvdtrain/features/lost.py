@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hvdtrain.errors import UserError
-from hvdtrain.features.horovod_settings import SETTINGS
+from hvdtrain.features.comm import SETTINGS
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 ONLY_ON_HOROVOD = {"comm.op": among("adasum"), "comm.reduce": among("distributed_optimizer"), **SETTINGS}
@@ -65,4 +65,3 @@ SHRINK = JobFeature(
         ),
     ),
 )
-FEATURES = (LOST, SHRINK)

@@ -1,4 +1,4 @@
-"""parallel.tensor and parallel.pipeline: several ranks have parts of one model, and read the same samples."""
+"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that have parts of one model, and read the same samples."""
 
 from __future__ import annotations
 
@@ -91,4 +91,19 @@ MESH = JobFeature(
     lines_of_ranks=lambda config, hosts: mesh_lines(config.parallel, hosts),
     fields_of_start=lambda config, ranks: mesh_fields(config.parallel, ranks),
 )
-FEATURES = (MESH,)
+
+
+def _needs_tensor(job: PlannedJob) -> Iterator[UserError]:
+    if job.config.parallel.tensor == 1:
+        what = "parallel.sequence=true divides positions over the ranks of a tensor group; this is parallel.tensor=1"
+        yield UserError(what, job.where("parallel.sequence"), "parallel.tensor=2, or parallel.sequence=false")
+
+
+# parallel.sequence: each rank of a tensor group has its part of the positions between the layers that are cut.
+SEQUENCE = JobFeature(
+    key="parallel.sequence",
+    on=lambda config: config.parallel.sequence,
+    examples=("parallel.sequence=true parallel.tensor=2",),
+    off="parallel.sequence=false",
+    rules=(_needs_tensor,),
+)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.features.horovod_settings import not_on_horovod
+from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_yaml, other_than
 
 
@@ -98,4 +98,3 @@ PIPELINE = JobFeature(
     ),
     rules=(_sends,),
 )
-FEATURES = (PIPELINE,)

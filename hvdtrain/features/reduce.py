@@ -1,4 +1,4 @@
-"""comm.reduce, and the ways to reduce gradients that each need a strategy of their own: compression, Adasum and local SGD."""
+"""comm.reduce, and what needs a strategy of its own: compression, Adasum and local SGD; comm.tune, which measures buckets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.horovod_settings import not_on_horovod
+from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
+from hvdtrain.recipe.summary import averages_lines
 
 ONE_OF: dict[str, Values] = {  # at most one of these
     "comm.compression": other_than("none", "fp16"),
@@ -91,4 +92,133 @@ BUCKET = JobFeature(
         ),
     ),
 )
-FEATURES = (ONE_STRATEGY, DISTRIBUTED_OPTIMIZER, DDP, BUCKET)
+
+
+def _sums_of_bfloat16(job: PlannedJob) -> Iterator[UserError]:
+    if job.config.comm.compression == "bf16" and "bfloat16_sums" not in job.features:
+        what = f"comm.compression=bf16 needs sums of bfloat16, which the {job.engine} engine does not have"
+        yield UserError(what, job.where("comm.compression"), "comm.compression=fp16, or another comm.engine")
+
+
+# comm.compression: gradients have half the bytes on their way.
+COMPRESSION = JobFeature(
+    key="comm.compression",
+    on=lambda config: config.comm.compression != "none",
+    examples=("comm.compression=fp16",),
+    off="comm.compression=none",
+    first=(_sums_of_bfloat16,),
+    excludes=(
+        Exclusion(
+            "speed.precision",
+            among("fp64"),
+            what="{chosen} would round the gradients of {set}",
+            where="comm.compression",
+            fix="comm.compression=none",
+            why="who computes in float64 does not round what is sent",
+        ),
+    ),
+)
+
+
+def _adasum_needs_horovod(job: PlannedJob) -> Iterator[UserError]:
+    if "adasum" not in job.features:
+        what = f"comm.op=adasum needs the horovod engine; this is {job.engine}"
+        yield UserError(what, job.where("comm.op"), "comm.engine=horovod, or comm.op=mean")
+
+
+def _power_of_two(job: PlannedJob) -> Iterator[UserError]:
+    if job.ranks & (job.ranks - 1):
+        what = f"comm.op=adasum needs 2, 4, 8, ... ranks; the job has {job.ranks}"
+        yield UserError(what, job.where("comm.op"), "another number of ranks, or comm.op=mean")
+
+
+# comm.op=adasum: Horovod's Adasum in the place of the mean of gradients.
+ADASUM = JobFeature(
+    key="comm.op",
+    on=lambda config: config.comm.op == "adasum",
+    examples=("comm.op=adasum",),
+    off="comm.op=mean",
+    rules=(_adasum_needs_horovod, _power_of_two),
+)
+
+
+def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
+    config, steps = job.config, job.config.comm.local_steps
+    for section in (config.log, config.checkpoint, config.evaluate):
+        key, every = f"{section.section}.every_steps", section.every_steps
+        if every is not None and every % steps:
+            what = f"comm.local_steps={steps} does not divide {key}={every}; ranks synchronize at both"
+            next_multiple = -(-every // steps) * steps
+            yield UserError(what, job.where("comm.local_steps"), f"{key}={next_multiple}, or another multiple of {steps}")
+
+
+# comm.local_steps: ranks update their own weights for some steps, without a gradient in common.
+LOCAL_SGD = JobFeature(
+    key="comm.local_steps",
+    on=lambda config: config.comm.local_steps > 1,
+    examples=("comm.local_steps=2",),
+    off="comm.local_steps=1",
+    without=(
+        Exclusion(
+            "comm.local_from",
+            Values(lambda length: bool(read_length(length).amount), 3),
+            what="{set} is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient",
+            fix="comm.local_steps=4, say, or leave comm.local_from out",
+        ),
+    ),
+    first=(_divides_sync_points,),
+    excludes=(
+        Exclusion(
+            "speed.precision",
+            among("fp16"),
+            what="{chosen} with {set} gives each rank a loss scale of its own",
+            where="comm.local_steps",
+            fix="speed.precision=bf16, or comm.local_steps=1",
+            why="each rank would have a loss scale of its own",
+        ),
+        Exclusion(
+            "guard.nonfinite",
+            among("skip"),
+            what="{chosen} with {set} lets one rank skip a step that the others make",
+            where="comm.local_steps",
+            fix="guard.nonfinite=stop, or comm.local_steps=1",
+            why="one rank would skip a step that the others make",
+        ),
+        Exclusion(
+            "log.noise_scale",
+            among(True),
+            what="log.noise_scale compares each rank's gradient with their mean, which {chosen} does not compute",
+            where="comm.local_steps",
+            fix="comm.local_steps=1, or log.noise_scale=false",
+            why="the mean of gradients is not computed",
+        ),
+        Exclusion(
+            "norm.kind",
+            among("sync"),
+            what="{set} synchronizes the ranks in every step, {chosen} does not",
+            where="comm.local_steps",
+            fix="comm.local_steps=1, or norm.kind=ghost",
+            why="the norm synchronizes ranks in every step, local SGD does not",
+        ),
+    ),
+    lines_of_recipe=lambda config, recipe, samples: averages_lines(config.comm.local_steps, recipe, samples),
+)
+
+
+TUNE = JobFeature(
+    key="comm.tune",
+    on=lambda config: config.comm.tune,
+    examples=("comm.tune=true",),
+    off="comm.tune=false",
+    why="there are no buckets to tune",
+    excludes=tuple(
+        Exclusion(
+            key,
+            values,
+            what="comm.tune measures bucket sizes; {set} has no buckets to tune",
+            where="comm.tune",
+            fix="comm.tune=false",
+        )
+        for key, values in {"comm.local_steps": above(1), "comm.op": among("adasum"), "comm.reduce": among("ddp")}.items()
+    ),
+)

@@ -9,7 +9,7 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.progress import MOST_STALE
 from hvdtrain.errors import UserError
-from hvdtrain.features.horovod_settings import not_on_horovod
+from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 
@@ -129,4 +129,3 @@ SERVERS = JobFeature(
     rules=(_sends,),
     lines_of_ranks=lambda config, hosts: [f"servers {_summary(config.servers, len(hosts))}"],
 )
-FEATURES = (SERVERS,)

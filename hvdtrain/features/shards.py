@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.horovod_settings import not_on_horovod
+from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 
@@ -96,4 +96,3 @@ SHARDS = JobFeature(
     ),
     rules=(_makes_process_groups, _keeps_own_gradients),
 )
-FEATURES = (SHARDS,)

@@ -101,4 +101,3 @@ IGNORED_LABEL = JobFeature(
     rules=(_loss_object,),
 )
 CLASSIFICATION = JobFeature(key="task.name", on=_is_classification, rules=(_shares,))
-FEATURES = (REGRESSION, LANGUAGE, IGNORED_LABEL, CLASSIFICATION)

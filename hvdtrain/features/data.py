@@ -1,0 +1,75 @@
+"""data.readers, augment.crop and evaluate.views: how samples are read and cropped, and what an evaluation sees of an image."""
+
+from __future__ import annotations
+
+from hvdtrain.features.job_feature import Exclusion, JobFeature, Values, above, among, other_than
+
+READERS = JobFeature(
+    key="data.readers",
+    on=lambda config: bool(config.data.readers),
+    examples=("data.readers=2",),
+    off="data.readers=null",
+    excludes=(
+        Exclusion(
+            "data.ahead",
+            among(0),
+            what="{chosen} threads read steps ahead, and {set} reads none ahead",
+            where="data.readers",
+            fix="data.ahead=2, or leave data.readers out",
+            why="without steps ahead threads have nothing to read",
+        ),
+    ),
+)
+
+
+CROP = JobFeature(
+    key="augment.crop",
+    on=lambda config: config.augment.crop > 0,
+    examples=("augment.crop=1",),
+    off="augment.crop=0",
+    without=(
+        Exclusion(
+            "augment.pad",
+            other_than("zeros", "reflect"),
+            what="{set} is what augment.crop pads with, and there is no augment.crop",
+            fix="augment.crop=2, or leave augment.pad out",
+        ),
+    ),
+    excludes=(
+        Exclusion(
+            "augment.resized_crop",
+            Values(bool, 0.5),
+            what="{chosen} and augment.resized_crop={config.augment.resized_crop:g} both crop the image",
+            where="augment.crop",
+            fix="keep one of them",
+            why="both crop the image",
+        ),
+    ),
+)
+
+
+# evaluate.views: what the model says of an image is the mean over several views of it.
+VIEWS = JobFeature(
+    key="evaluate.views",
+    on=lambda config: config.evaluate.views > 1,
+    examples=("evaluate.views=2",),
+    off="evaluate.views=1",
+    excludes=(
+        Exclusion(
+            "task.name",
+            other_than("classification", "regression"),
+            what="{chosen} is of images of classes; the job has {set}",
+            where="evaluate.views",
+            fix="task.name=classification, or leave it out",
+            why="views are of images of classes",
+        ),
+        Exclusion(
+            "parallel.pipeline",
+            above(1),
+            what="{chosen} averages the outputs of several passes, which {set} does not keep",
+            where="evaluate.views",
+            fix="evaluate.views=1, and `evaluate RUN evaluate.views=6` afterwards",
+            why="a pipeline does not keep the outputs of several passes",
+        ),
+    ),
+)

@@ -1,0 +1,111 @@
+"""optim.name, optim.ema and optim.groups: muon, a class of torch.optim or of the user's, averages of the weights, groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdtrain.config.plugins import is_dotted
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+
+
+def _rate_is_of_the_recipe(job: PlannedJob) -> Iterator[UserError]:
+    """Such a class has an option lr."""
+    if "lr" in job.config.optim.options:
+        yield UserError("optim.lr is not an option: the recipe sets the rate of each step", job.where("optim.lr"), "optim.base_lr=...")
+
+
+# optim.name=package.module:Class: an optimizer of torch.optim or of the user's.
+USER_OPTIMIZER = JobFeature(
+    key="optim.name",
+    on=lambda config: is_dotted(config.optim.name),
+    examples=("optim.name=torch.optim.SGD",),
+    off="optim.name=sgd",
+    rules=(_rate_is_of_the_recipe,),
+)
+
+
+# optim.name=muon: it makes whole matrices orthogonal; where each rank has a part of one, shard.stage of framework=torch alone does it.
+MUON = JobFeature(
+    key="optim.name",
+    on=lambda config: config.optim.name == "muon",
+    examples=("optim.name=muon",),
+    off="optim.name=adamw",
+    why="it makes whole matrices orthogonal, and no rank has them",
+    excludes=(
+        Exclusion(
+            "shard.stage",
+            above(0),
+            what="{chosen} does not support {set} in JAX",
+            when=lambda config: config.framework == "jax",
+            words="framework=jax model.name=mlp",
+        ),
+        Exclusion("parallel.tensor", above(1)),
+        Exclusion("parallel.pipeline", above(1)),
+        Exclusion("parallel.dense", other_than("none", "a")),
+        Exclusion("servers.count", above(0)),
+        Exclusion(
+            "framework",
+            among("numpy"),
+            what="numpy has no bfloat16",
+            where="optim.bf16",
+            fix="leave optim.bf16 out, or framework=torch",
+            when=lambda config: bool(config.optim.options.get("bf16")),
+            words="optim.bf16=true model.name=linear",
+            why="numpy has no bfloat16",
+        ),
+    ),
+)
+
+
+# optim.ema: an average of the weights, a part of the optimizer's state, whose parts an evaluation puts together.
+EMA = JobFeature(
+    key="optim.ema",
+    on=lambda config: config.optim.ema is not None,
+    examples=("optim.ema=0.8",),
+    off="optim.ema=null",
+    why="no rank has all averages to evaluate with",
+    what="optim.ema does not go with {key}: no rank has all averages to evaluate with",
+    fix="leave {key} or optim.ema out",
+    excludes=(
+        Exclusion(
+            "optim.name",
+            Values(is_dotted, "torch.optim.Adam"),
+            what="optim.ema is of hvdtrain's own optimizers, and {set} has its state to itself",
+            where="optim.ema",
+            fix="a name of `list` for optim.name, or leave optim.ema out",
+            why="a class of torch.optim has its state to itself",
+        ),
+        Exclusion(
+            "shard.stage",
+            among(3),
+            what="optim.ema does not go with {set}: no rank has all averages to evaluate with",
+            where="optim.ema",
+            fix="leave {set} or optim.ema out; shard.stage=2 has them",
+        ),
+        Exclusion("servers.count", above(0), where="optim.ema"),
+        Exclusion("parallel.tensor", above(1), where="optim.ema"),
+        Exclusion("parallel.pipeline", above(1), where="optim.ema"),
+        Exclusion("parallel.dense", other_than("none", "a"), where="optim.ema"),
+    ),
+    lines_of_recipe=lambda config, recipe, samples: [f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"],
+)
+
+
+# optim.groups: parameters with a rate, a decay or a momentum of their own, by the rules of hvdtrain/optim.
+GROUPS = JobFeature(
+    key="optim.groups",
+    on=lambda config: bool(config.optim.groups),
+    examples=('optim.groups=[{"names":"*.bias","rate":3}]',),
+    off="optim.groups=[]",
+    excludes=(
+        Exclusion(
+            "optim.name",
+            Values(is_dotted, "torch.optim.SGD"),
+            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} has one rate for all parameters",
+            where="optim.groups",
+            fix="a name of `list` for optim.name, or leave optim.groups out",
+            why="a class of torch.optim has one rate for all parameters",
+        ),
+    ),
+)
