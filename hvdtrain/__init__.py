@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from hvdtrain.api import read as read
     from hvdtrain.api import train as train
     from hvdtrain.context.context import Context as Context
-    from hvdtrain.tasks.functions.user_functions import OwnMetric as OwnMetric
+    from hvdtrain.tasks.user_functions import OwnMetric as OwnMetric
 
 
 __all__ = ["Context", "OwnMetric", "Run", "UserError", "__version__", "evaluate", "init", "predict", "read", "train"]
 _AT_FIRST_USE = {  # name -> module: the command line starts faster without them
     **dict.fromkeys(("init", "train", "read", "predict", "evaluate", "Run"), "hvdtrain.api"),
     "Context": "hvdtrain.context.context",
-    "OwnMetric": "hvdtrain.tasks.functions.user_functions",
+    "OwnMetric": "hvdtrain.tasks.user_functions",
 }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.config.section import Given
     from hvdtrain.context.context import Context
-    from hvdtrain.tasks.inputs.transform import Transform
+    from hvdtrain.tasks.inputs import Transform
     from hvdtrain.training.run_rank import Rank
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Run:
         found = self.inputs(x)
         if not hasattr(x, "detach"):
             return found
-        from hvdtrain.tasks.inputs.torch import as_tensor
+        from hvdtrain.tasks.torch import as_tensor
 
         return as_tensor(found, x)
 

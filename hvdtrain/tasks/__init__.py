@@ -1,1 +1,1 @@
-"""What is learned, whatever the framework: the fields of a sample, the loss, and the metrics. One file or folder for each task."""
+"""What is learned, whatever the framework: the fields of a sample, the loss, and the metrics. A file for each task."""

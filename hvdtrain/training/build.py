@@ -21,9 +21,8 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.tasks.classification.labels import classes_of
-from hvdtrain.tasks.inputs.transform import Transform, transform_of
+from hvdtrain.tasks.classification import classes_of, without_statistics
+from hvdtrain.tasks.inputs import Transform, transform_of
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 
 

@@ -28,9 +28,8 @@ from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, no
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.classification.labels import notes_on_labels
-from hvdtrain.tasks.inputs.transform import is_image
+from hvdtrain.tasks.classification import Classification, notes_on_labels
+from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity

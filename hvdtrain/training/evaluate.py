@@ -15,7 +15,7 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.frameworks.learner import Learner, Predictions
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.input import device_batches, read_ahead_of

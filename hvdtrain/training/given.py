@@ -9,9 +9,9 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, name_of_object
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.functions.user_functions import is_torch_module, read_metrics
-from hvdtrain.tasks.functions.user_tasks import OwnLoss, examples_of, measured, own_loss
 from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
+from hvdtrain.tasks.user_tasks import OwnLoss, examples_of, measured, own_loss
 
 Makers = Mapping[str, Given]  # by section
 

@@ -24,7 +24,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner, Sampler
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
 from hvdtrain.training.health.heartbeat import Heartbeat

@@ -21,7 +21,7 @@ from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.state import check_fit
 from hvdtrain.optim.ema import averages
-from hvdtrain.tasks.inputs.transform import is_image
+from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged

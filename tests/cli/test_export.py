@@ -28,7 +28,7 @@ from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.saver import Saver

@@ -15,7 +15,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.by_name import build_rule
 from hvdtrain.recipe.batch import steps_until
 from hvdtrain.recipe.clock import total_samples
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.input import split_step
 

@@ -13,7 +13,7 @@ from ranks import python
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Share
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
 GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup=5",

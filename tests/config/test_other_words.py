@@ -130,7 +130,7 @@ def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) 
 
 def test_an_option_of_an_own_class_is_answered_with_its_parameter() -> None:
     from hvdtrain.frameworks.by_name import build_model
-    from hvdtrain.tasks.classification.build import Classification
+    from hvdtrain.tasks.classification import Classification
 
     task = Classification((8, 8, 1), 10, None, None)  # type: ignore[arg-type]
     for words, fix in (

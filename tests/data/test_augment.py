@@ -19,7 +19,7 @@ from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch import augment as torch_augment
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)

@@ -15,7 +15,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.images.views import VIEWS, Views, make_views
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 SHAPE = (5, 4, 2)

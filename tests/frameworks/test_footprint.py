@@ -18,8 +18,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages
-from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.classification import without_statistics
+from hvdtrain.tasks.language import Language
 from hvdtrain.training.job_memory import forget_peak, resident_bytes
 from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 

@@ -21,7 +21,7 @@ from hvdtrain.frameworks.torch.build import check_optimizer
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.parallel.fsdp import units
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 TASK = Classification((8, 8, 1), 10, np.array([0.4]), np.array([0.2]))

@@ -19,7 +19,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")

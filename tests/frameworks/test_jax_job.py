@@ -22,7 +22,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.build import start_threads
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")

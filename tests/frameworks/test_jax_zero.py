@@ -15,7 +15,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")

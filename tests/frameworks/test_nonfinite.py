@@ -25,7 +25,7 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.norm.buffers import Buffers
 from hvdtrain.frameworks.torch.step import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")

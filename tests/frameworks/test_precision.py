@@ -15,7 +15,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch import precision
 from hvdtrain.frameworks.torch.precision import FIRST_SCALE, GROW_AFTER, LossScale, is_built_for_bf16
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.build import check_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import make_user_optimizer, set_hyper
 from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 

@@ -17,7 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.muon import Muon
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 GROUPS = 'optim.groups=[{"names":"[01]","rate":64,"decay":0.1},{"names":"*2","momentum":0.5},{"names":"0","rate":1000000}]'

@@ -18,7 +18,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.sampler import share_bounds
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 
 SCHEMES = ("a", "b", "c")

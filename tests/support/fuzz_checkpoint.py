@@ -22,7 +22,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good

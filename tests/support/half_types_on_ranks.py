@@ -15,8 +15,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.source import Field
-from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.classification import without_statistics
+from hvdtrain.tasks.language import Language
 from hvdtrain.training.build import build_learner
 
 LAYERS, WIDTH, TOKENS, COLOURS = 4, 64, 8, 50

@@ -19,7 +19,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 TASK = Classification((4, 4, 1), 3, np.array([0.0]), np.array([1.0]))

@@ -21,8 +21,8 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.source import Field
 from hvdtrain.frameworks.footprint import PlannedStep
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages, mark, planned_work
-from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.classification import without_statistics
+from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner
 

@@ -10,7 +10,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.precision import NAME
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.replicas.compare import broadcast_state
 

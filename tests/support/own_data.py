@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, NamedArrays, Source
-from hvdtrain.tasks.classification import build as classification
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks import classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.task import Each
 
 SAMPLES = {"train": 131, "val": 47}

@@ -20,7 +20,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts

@@ -23,7 +23,7 @@ from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.sampling import continue_sequences
-from hvdtrain.tasks.language.torch import TorchLanguage
+from hvdtrain.tasks.torch import TorchLanguage
 
 VOCABULARY, CONTEXT, PADDING = 20, 7, 3
 Found = dict[str, float]

@@ -23,8 +23,8 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import ArraySource, Source, known_labels
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.classification import build as classification
-from hvdtrain.tasks.classification.build import Classification, PartlyLabelled
+from hvdtrain.tasks import classification
+from hvdtrain.tasks.classification import Classification, PartlyLabelled
 from hvdtrain.training.build import build_learner, build_task, planned_task, restore_task
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, notes, open_datasets

@@ -22,10 +22,9 @@ from hvdtrain.data.source import ArraySource, Field, NamedArrays
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.inputs.transform import column_stats
-from hvdtrain.tasks.language import build as language
-from hvdtrain.tasks.regression import build as regression
+from hvdtrain.tasks import language, regression
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.tasks.inputs import column_stats
 from hvdtrain.training.build import build_learner, build_task, restore_task
 from hvdtrain.training.datasets import facts_of_task, identity, open_datasets
 from hvdtrain.training.replicas.probe import probe_batch

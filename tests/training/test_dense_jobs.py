@@ -18,7 +18,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.tasks.classification.build import Classification, without_statistics
+from hvdtrain.tasks.classification import Classification, without_statistics
 from hvdtrain.training.build import build_learner
 
 slow = pytest.mark.slow

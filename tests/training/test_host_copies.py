@@ -19,7 +19,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import combine, digest
 from hvdtrain.frameworks.torch.state import Staging
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import Parts

@@ -17,7 +17,7 @@ from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DIVERGED, Diverged
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.replicas.probe import Probe, group_close, largest_pass, probe_batch
 

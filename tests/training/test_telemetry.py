@@ -28,7 +28,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.learner import TimedPass, Waited
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
-from hvdtrain.tasks.classification.build import Classification, without_statistics
+from hvdtrain.tasks.classification import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState, from_json, to_json
 from hvdtrain.training.progress.triggers import after_evaluation, stop_reason

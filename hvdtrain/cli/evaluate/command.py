@@ -23,8 +23,7 @@ from hvdtrain.data.subset import relabelled
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
-from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.classification.labels import classes_of
+from hvdtrain.tasks.classification import Classification, classes_of
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import CommonCodebook, build_source, digests, unstaged

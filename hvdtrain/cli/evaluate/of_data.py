@@ -14,8 +14,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
-from hvdtrain.tasks.functions.user_tasks import Measured, OwnLoss, with_inputs_of, without_loss
 from hvdtrain.tasks.task import Task, is_users_model
+from hvdtrain.tasks.user_tasks import Measured, OwnLoss, with_inputs_of, without_loss
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import digests, unstaged
 from hvdtrain.training.evaluate import evaluate as evaluate_samples

@@ -24,10 +24,10 @@ from hvdtrain.data.images.image_files import FoundImages, ImageFiles, find_image
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
-from hvdtrain.tasks.classification.build import Classification
-from hvdtrain.tasks.functions.user_tasks import Measured
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.user_tasks import Measured
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts

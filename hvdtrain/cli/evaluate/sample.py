@@ -20,7 +20,7 @@ from hvdtrain.data.sampler import permutation
 from hvdtrain.data.text import decode, read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.language import Language
 from hvdtrain.training.datasets import CommonCodebook, build_source, read_codebook, unstaged
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import Rank, on_connected_ranks

@@ -29,7 +29,7 @@ from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.commands import RecipeCurve, draw_recipe
-from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, check_augmentation, published, unwritten

@@ -18,7 +18,7 @@ from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
-from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.task import Task
 
 _WIDTH = 100  # characters of a line; the name of a parameter may be longer

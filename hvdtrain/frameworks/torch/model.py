@@ -24,9 +24,9 @@ from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
-from hvdtrain.tasks.functions.torch import check_alone
-from hvdtrain.tasks.functions.user_tasks import Measured, OwnLoss
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
+from hvdtrain.tasks.torch import check_alone
+from hvdtrain.tasks.user_tasks import Measured, OwnLoss
 
 
 def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:

@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import is_object
-from hvdtrain.tasks.functions.user_functions import is_torch_module
+from hvdtrain.tasks.user_functions import is_torch_module
 
 MOST_MODULES = 2000
 _OWN = __name__.partition(".")[0]  # hvdtrain's own files have a digest of their own

@@ -26,7 +26,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     VocabularyHead,
 )
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits, whole_logits
-from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 
 _WAY = re.compile(r"(columns|rows|vocabulary)(?: of ([1-9]\d*))?(?: by ([1-9]\d*))?|sequence")

@@ -1,21 +1,145 @@
-"""Functions of a script in torch: the fields that they get, the shapes that they must give, and losses of torch.nn for each sample."""
+"""Tasks in torch: x as a model gets it, the loss and the terms of the metrics of each sample; and what functions of a script give."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.functions.user_functions import Loss, OwnMetric, is_torch_module, terms_of
-from hvdtrain.tasks.inputs.torch import TorchInputs, as_given
+from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.user_functions import Loss, OwnMetric, is_torch_module, terms_of
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+class TorchInputs:
+    """x of a batch, images uint8 (n, C, H, W), as the model gets it: (n, ...), single numbers (n, 1)."""
+
+    def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
+        by_channel = (1, -1, 1, 1) if transform.is_of_images else (-1,)
+        self._dtype, self._largest = place.dtype, 255.0 if transform.is_of_images else 1.0
+        self._is_changed = transform.is_of_images or transform.is_standardized
+        self._keeps_integers = users_model
+        self._mean, self._std = (
+            torch.tensor(array, dtype=place.dtype, device=place.device).view(by_channel) for array in (transform.mean, transform.std)
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None] if x.ndim == 1 else x
+        if self._is_changed:
+            return (x.to(self._dtype) / self._largest - self._mean) / self._std
+        return as_given(x, self._dtype) if self._keeps_integers else x.to(self._dtype)
+
+
+def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floats in the model's number type, integers as int64; images, whole bytes (n, C, H, W), as they are."""
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    is_image = tensor.dtype == torch.uint8 and tensor.ndim == 4
+    return tensor if tensor.dtype == torch.bool or is_image else tensor.long()
+
+
+def as_tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """On the device of `like`."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+
+
+class TorchClassification:
+    """Images are uint8 (n, C, H, W), other numbers (n, ...); logits (n, outputs), at least one for each class."""
+
+    where = staticmethod(torch.where)  # of this framework
+
+    def __init__(self, inputs: TorchInputs, *, squared_error: bool, smoothing: float) -> None:
+        self._inputs, self._squared_error = inputs, squared_error
+        self._smoothing = smoothing  # share of the label that is spread over all classes (Szegedy et al. 2015, arXiv:1512.00567, section 7)
+
+    def inputs(self, batch: Tensors) -> torch.Tensor:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        """With mixup weight L(label) + (1 - weight) L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""
+        loss = self._of_labels(outputs, batch["y"], training)
+        if "mixup_weight" in batch:
+            weight = batch["mixup_weight"].to(loss.dtype)
+            loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
+        return Each(loss, {"right": outputs.detach().argmax(1) == batch["y"]})
+
+    def _of_labels(self, logits: torch.Tensor, labels: torch.Tensor, training: bool) -> torch.Tensor:
+        """(n,): in training with label smoothing, (1 - e) CE + e times the mean over classes of -log p; in validation without."""
+        smoothing = self._smoothing if training else 0.0
+        if self._squared_error:
+            target = functional.one_hot(labels, logits.shape[1]).to(logits.dtype)
+            target = target * (1.0 - smoothing) + smoothing / logits.shape[1]
+            return 0.5 * (logits - target).square().sum(1)
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+
+class TorchRegression:
+    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, C, H, W)."""
+
+    def __init__(self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
+        self._inputs, self._loss = inputs, loss
+        self._target_mean = torch.tensor(target_mean, dtype=place.dtype, device=place.device)
+
+    def inputs(self, batch: Tensors) -> torch.Tensor:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        target = batch["y"].to(self._target_mean.dtype).reshape(outputs.shape)  # (n, outputs)
+        error = outputs - target
+        squares, absolute = error.square(), error.abs()
+        loss = (squares if self._loss == "squared_error" else absolute).mean(1)
+        centred = (target - self._target_mean).double()
+        terms = {
+            "squares": squares.double().mean(1),
+            "absolute": absolute.double().mean(1),
+            "residual": squares.double(),
+            "target": centred,
+            "target_square": centred.square(),
+        }
+        return Each(loss, terms)
+
+
+_NONE = -100  # a target that is not predicted
+
+
+class CutLogits(Protocol):
+    """Logits of which each tensor rank has those of a part of the vocabulary (frameworks/torch/parallel/tensor/split_logits.py)."""
+
+    def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
+        """Cross entropy of each target, as functional.cross_entropy() with reduction="none"; (n, T)"""
+
+
+class TorchLanguage:
+    """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
+
+    def __init__(self, ignore: int | None, smoothing: float) -> None:
+        self._ignore, self._smoothing = ignore, smoothing
+
+    def inputs(self, batch: Tensors) -> torch.Tensor:
+        """int64 (n, T)"""
+        return batch["tokens"][:, :-1].long()
+
+    def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:
+        targets = batch["tokens"][:, 1:].long()  # (n, T)
+        if self._ignore is not None:
+            targets = targets.masked_fill(targets == self._ignore, _NONE)
+        smoothing = self._smoothing if training else 0.0
+        if isinstance(outputs, torch.Tensor):
+            loss = functional.cross_entropy(
+                outputs.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=_NONE
+            )
+        else:
+            loss = outputs.cross_entropy(targets, smoothing, _NONE)
+        return Each(loss.view(targets.shape).sum(1), {"tokens": (targets != _NONE).sum(1)})
 
 
 class TorchFunctions:

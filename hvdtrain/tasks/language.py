@@ -79,7 +79,7 @@ class Language:
         return len(found) == 3 and found[:2] == (samples, self.context) and found[2] >= self.tokens.values
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.language.torch import TorchLanguage
+        from hvdtrain.tasks.torch import TorchLanguage
 
         return TorchLanguage(self.ignore, model.label_smoothing)
 

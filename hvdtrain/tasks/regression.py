@@ -13,7 +13,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs.transform import Transform, check_stats, column_stats, input_stats
+from hvdtrain.tasks.inputs import Transform, check_stats, column_stats, input_stats
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, find_field, is_users_model
 
 Loss = Literal["squared_error", "absolute_error"]
@@ -88,14 +88,12 @@ class Regression:
         return found == (samples, self.size)
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.inputs.torch import TorchInputs
-        from hvdtrain.tasks.regression.torch import TorchRegression
+        from hvdtrain.tasks.torch import TorchInputs, TorchRegression
 
         return TorchRegression(TorchInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.inputs.jax import JaxInputs
-        from hvdtrain.tasks.regression.jax import JaxRegression
+        from hvdtrain.tasks.jax import JaxInputs, JaxRegression
 
         return JaxRegression(JaxInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
 

@@ -14,9 +14,9 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory, known_labels
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.tasks.functions.user_functions import WHERE, Loss, OwnMetric, is_torch_module
-from hvdtrain.tasks.inputs.transform import ColumnStats, Transform, input_stats, transform_of_facts
+from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.user_functions import WHERE, Loss, OwnMetric, is_torch_module
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,13 @@ class OwnLoss:
         return len(found) >= 1 and found[0] == samples
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.functions.torch import TorchFunctions
-        from hvdtrain.tasks.inputs.torch import TorchInputs
+        from hvdtrain.tasks.torch import TorchFunctions, TorchInputs
 
         _refuse_keys_of_classification(model)
         return TorchFunctions(self.loss, TorchInputs(self.transform, place, is_users_model(model)), place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.functions.jax import JaxFunctions
-        from hvdtrain.tasks.inputs.jax import JaxInputs
+        from hvdtrain.tasks.jax import JaxFunctions, JaxInputs
 
         _refuse_keys_of_classification(model)
         return JaxFunctions(self.loss, JaxInputs(self.transform, place, is_users_model(model)), self.fields, place)
@@ -141,7 +139,7 @@ def examples_of(source: Source) -> Batch:
 def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
     """Raises UserError for what is no loss of each sample."""
     if is_torch_module(loss):
-        from hvdtrain.tasks.functions.torch import of_torch_module
+        from hvdtrain.tasks.torch import of_torch_module
 
         def never(value: int) -> bool:
             return all(_never(source, value) for source in sources)
@@ -211,11 +209,11 @@ class Measured:
 
     def _measured(self, framework: str) -> Any:
         if framework == "torch":
-            from hvdtrain.tasks.functions.torch import TorchMeasured
+            from hvdtrain.tasks.torch import TorchMeasured
 
             return TorchMeasured
         if framework == "jax":
-            from hvdtrain.tasks.functions.jax import JaxMeasured
+            from hvdtrain.tasks.jax import JaxMeasured
 
             return JaxMeasured
         raise UserError("metrics of a script are not computed with framework=numpy", WHERE, "framework=torch or framework=jax")

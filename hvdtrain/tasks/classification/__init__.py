@@ -1,1 +1,0 @@
-"""Images, each of one of several classes."""

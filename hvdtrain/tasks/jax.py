@@ -1,0 +1,137 @@
+"""Tasks in JAX, as in torch.py: what is here is compiled. Functions of a script see rows of padding, which are not counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.data.source import Field
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.inputs import Transform
+from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.user_functions import Loss, OwnMetric, terms_of
+
+Arrays = Mapping[str, jax.Array]
+
+
+class JaxInputs:
+    """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n, 1)."""
+
+    def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
+        self._transform, self._dtype, self._keeps_integers = transform, place.dtype, users_model
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x[:, None] if x.ndim == 1 else x
+        if self._transform.is_of_images or self._transform.is_standardized:
+            mean, std = (jnp.asarray(array, self._dtype) for array in (self._transform.mean, self._transform.std))
+            x = x.astype(self._dtype)
+            return ((x / 255.0 if self._transform.is_of_images else x) - mean) / std
+        return as_given(x, self._transform.x, self._dtype) if self._keeps_integers else x.astype(self._dtype)
+
+
+def as_given(array: jax.Array, field: Field, dtype: np.dtype) -> jax.Array:
+    """Floats in the model's number type, integers as int32, which a field without a bound is not on the device."""
+    if np.dtype(field.dtype).kind == "f":
+        return array.astype(dtype)
+    is_integer = np.dtype(field.dtype).kind in "iu" and array.dtype != jnp.uint8
+    return array.astype(jnp.int32) if is_integer else array
+
+
+class JaxClassification:
+    """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for each class."""
+
+    where = staticmethod(jnp.where)  # of this framework
+
+    def __init__(self, inputs: JaxInputs, *, squared_error: bool, smoothing: float, turned: bool) -> None:
+        self._inputs, self._squared_error, self._smoothing = inputs, squared_error, smoothing
+        self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        x = self._inputs(batch["x"])
+        return x.transpose(0, 2, 3, 1) if self._turned else x
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        loss = self._of_labels(outputs, batch["y"], training)
+        if "mixup_weight" in batch:
+            weight = batch["mixup_weight"]
+            loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
+        return Each(loss, {"right": outputs.argmax(1) == batch["y"]})
+
+    def _of_labels(self, logits: jax.Array, labels: jax.Array, training: bool) -> jax.Array:
+        smoothing = self._smoothing if training else 0.0
+        target = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
+        target = target * (1.0 - smoothing) + smoothing / logits.shape[1]  # Szegedy et al. 2015, arXiv:1512.00567, section 7
+        each = 0.5 * jnp.square(logits - target) if self._squared_error else -target * jax.nn.log_softmax(logits)
+        return each.sum(1)
+
+
+class JaxRegression:
+    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C)."""
+
+    def __init__(self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
+        self._inputs, self._target_mean, self._loss, self._dtype = inputs, target_mean, loss, place.dtype
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        target = batch["y"].astype(self._dtype).reshape(outputs.shape)  # (n, outputs)
+        error = outputs - target
+        squares, absolute = jnp.square(error), jnp.abs(error)
+        loss = (squares if self._loss == "squared_error" else absolute).mean(1)
+        centred = target - jnp.asarray(self._target_mean, self._dtype)
+        terms = {
+            "squares": squares.mean(1),
+            "absolute": absolute.mean(1),
+            "residual": squares,
+            "target": centred,
+            "target_square": jnp.square(centred),
+        }
+        return Each(loss, terms)
+
+
+class JaxFunctions:
+    """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
+
+    def __init__(self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place) -> None:
+        if loss.ignore is not None or "class" in loss.facts:
+            raise UserError("loss is a module of torch", "hvdtrain.train(), loss", "a function of JAX arrays, or framework=torch")
+        self._loss, self._inputs, self._fields, self._dtype = loss, inputs, fields, place.dtype
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        return self._inputs(batch["x"])
+
+    def batch_for_user(self, batch: Arrays) -> dict[str, jax.Array]:
+        of_others = {name: as_given(batch[name], field, self._dtype) for name, field in self._fields.items() if name != "x"}
+        return {"x": self.inputs(batch), **of_others}
+
+    def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
+        loss, samples = self._loss.of(outputs, self.batch_for_user(batch)), len(batch["x"])
+        if tuple(getattr(loss, "shape", ("no array",))) != (samples,):
+            found = tuple(getattr(loss, "shape", (type(loss).__name__,)))
+            fix = "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
+            raise UserError(f"loss gives {found} for {samples} samples, not ({samples},)", "hvdtrain.train(), loss", fix)
+        return Each(loss, {})
+
+
+class JaxMeasured:
+    """A part with the terms of metrics of the user's own."""
+
+    def __init__(self, part: Part, metrics: Mapping[str, OwnMetric], place: Place) -> None:
+        self._part, self._metrics = part, metrics
+        self.inputs = part.inputs
+
+    def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
+        each = self._part.each(outputs, batch, training)
+        fields = self._part.batch_for_user(batch) if isinstance(self._part, JaxFunctions) else batch
+        own = terms_of(self._metrics, jax.lax.stop_gradient(outputs), fields, len(each.loss), _rows)
+        return each._replace(terms={**each.terms, **own})
+
+
+def _rows(value: Any, samples: int, whole: bool) -> jax.Array:
+    """An array; one number of all samples would count padding."""
+    return jnp.asarray(value)

@@ -1,1 +1,0 @@
-"""The next token of each position of a window of tokens."""

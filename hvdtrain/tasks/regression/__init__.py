@@ -1,1 +1,0 @@
-"""Numbers to predict, one or several of each sample."""
