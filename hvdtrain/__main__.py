@@ -89,7 +89,7 @@ def run_command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {"-h", "--help"} & set(arguments)
     if by_hand and (name in _ON_RANKS or name.startswith("-") or "=" in name):
-        from hvdtrain.cli.launch.spawn import spawn
+        from hvdtrain.cli.launch.run import spawn
 
         return spawn(arguments)
     if name in COMMANDS and name != "train":

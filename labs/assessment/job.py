@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.cli.launch.launcher_commands import LaunchRequest, mpirun_command
-from hvdtrain.cli.launch.machine import available_cores, find_launcher
+from hvdtrain.cli.launch.launchers import LaunchRequest, available_cores, find_launcher, mpirun_command
 
 _PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>: processes whose parent ends become children of this one
 _POLL_S = 0.05

@@ -11,10 +11,20 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.cli.check.command import RankInspection, _of_each_kind
 from hvdtrain.cli.check.differences import differing_code, find_differences, find_shortages, full_mesh
-from hvdtrain.cli.check.findings import Finding, describe_ranks, finding_of_error, most_severe_first, number_ranges
-from hvdtrain.cli.check.rank_facts import RankFacts, apart_from, completed, container, launcher_mpi
+from hvdtrain.cli.check.dry_run import AllreduceSpeed, slow_engine
+from hvdtrain.cli.check.rank_facts import (
+    Finding,
+    RankFacts,
+    apart_from,
+    completed,
+    container,
+    describe_ranks,
+    finding_of_error,
+    launcher_mpi,
+    most_severe_first,
+    number_ranges,
+)
 from hvdtrain.cli.check.report import network_lines
-from hvdtrain.cli.check.speed import AllreduceSpeed, slow_engine
 from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.errors import UserError

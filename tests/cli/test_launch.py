@@ -16,7 +16,7 @@ from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
 from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.command import USAGE, launch
-from hvdtrain.cli.launch.launcher_commands import (
+from hvdtrain.cli.launch.launchers import (
     Host,
     LaunchRequest,
     MpiKind,

@@ -16,21 +16,28 @@ import pytest
 
 from hvdtrain.cli.launch import hosts, supervisor
 from hvdtrain.cli.launch.command import launch
-from hvdtrain.cli.launch.decisions import (
+from hvdtrain.cli.launch.hosts import (
+    FORGOTTEN_S,
     NO_PROGRESS,
+    SHORTEST_S,
     Decision,
     Ended,
     Failure,
+    HostBook,
+    Probes,
     choose,
     decide,
+    left_out_s,
+    of_file,
+    of_script,
     reason_to_change,
     reason_to_give_up,
+    this_machine,
 )
-from hvdtrain.cli.launch.hosts import FORGOTTEN_S, SHORTEST_S, HostBook, Probes, left_out_s, of_file, of_script, this_machine
-from hvdtrain.cli.launch.launcher_commands import Host
+from hvdtrain.cli.launch.launchers import Host
 from hvdtrain.cli.launch.program import value_of
-from hvdtrain.cli.launch.records import JobEvents, Record
 from hvdtrain.cli.launch.run import LauncherRun
+from hvdtrain.cli.launch.supervisor import JobEvents, Record
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
 KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV

@@ -16,7 +16,7 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
-from hvdtrain.cli.launch.watched import LONGEST, TaggedLines, log_of
+from hvdtrain.cli.launch.rank import LONGEST, TaggedLines, log_of
 from hvdtrain.errors import STALLED, UserError
 
 LAUNCH = [sys.executable, "-c", "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"]

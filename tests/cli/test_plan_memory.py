@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.plan.memory import read_size
+from hvdtrain.cli.plan.forecast import read_size
 
 MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500]", "optim.name=adam"]
 BYTES = 4 * (64 * 500 + 500 + 500 * 10 + 10)

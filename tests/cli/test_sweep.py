@@ -16,12 +16,26 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.sweep import record
 from hvdtrain.cli.sweep.arguments import USAGE
 from hvdtrain.cli.sweep.command import exit_code, shares, sweep
 from hvdtrain.cli.sweep.optuna_study import OptunaStudy
 from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
-from hvdtrain.cli.sweep.trial import Result, Trial, error_line, rows_of, state_of, table_lines
+from hvdtrain.cli.sweep.trials import (
+    EXITS,
+    FILE,
+    Result,
+    Sweep,
+    Trial,
+    append_exit,
+    error_line,
+    locked_sweep,
+    read_exits,
+    rows_of,
+    state_of,
+    table_lines,
+    take_up_sweep,
+    write_sweep,
+)
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 from hvdtrain.report.metrics import ACCURACY, RunMetric
@@ -93,11 +107,11 @@ def test_bad_input_is_an_error_before_a_trial_starts(words: str, message: str, t
 
 
 def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
-    mine = record.Sweep("random", 1, [], ["optim.base_lr=log:0.1:1"], 1, ["epochs: 1"], [("a=1",), ("a=2",)])
-    assert record.take_up(tmp_path, mine, "here") is mine
-    record.write(tmp_path, mine)
-    more = record.Sweep(**(vars(mine) | {"trials": [*mine.trials, ("a=3",)]}))
-    assert record.take_up(tmp_path, more, "here") == more and record.take_up(tmp_path, mine, "here") == mine
+    mine = Sweep("random", 1, [], ["optim.base_lr=log:0.1:1"], 1, ["epochs: 1"], [("a=1",), ("a=2",)])
+    assert take_up_sweep(tmp_path, mine, "here") is mine
+    write_sweep(tmp_path, mine)
+    more = Sweep(**(vars(mine) | {"trials": [*mine.trials, ("a=3",)]}))
+    assert take_up_sweep(tmp_path, more, "here") == more and take_up_sweep(tmp_path, mine, "here") == mine
     for change, message in (
         ({"seed": 2}, "--seed 2, there it is 1"),
         ({"config": ["epochs: 2"]}, "their configurations differ: epochs is 2 here, there it is 1"),
@@ -107,25 +121,25 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
         ({"trials": [("a=2",)]}, "its trials are others"),
     ):
         with pytest.raises(UserError, match=message):
-            record.take_up(tmp_path, record.Sweep(**(vars(mine) | change)), "here")
+            take_up_sweep(tmp_path, Sweep(**(vars(mine) | change)), "here")
     for text in ("{", "[]", '{"version": 9, "trials": []}', '{"version": 1, "trials": []}'):
-        (tmp_path / record.FILE).write_text(text)
+        (tmp_path / FILE).write_text(text)
         with pytest.raises(UserError, match=r"sweep\.json"):
-            record.take_up(tmp_path, mine, "here")
-    (tmp_path / record.FILE).rename(tmp_path / "thesis.txt")
+            take_up_sweep(tmp_path, mine, "here")
+    (tmp_path / FILE).rename(tmp_path / "thesis.txt")
     with pytest.raises(UserError, match="has other files"):
-        record.take_up(tmp_path, mine, "here")
-    with record.locked(tmp_path), pytest.raises(UserError, match="another sweep runs in"), record.locked(tmp_path):
+        take_up_sweep(tmp_path, mine, "here")
+    with locked_sweep(tmp_path), pytest.raises(UserError, match="another sweep runs in"), locked_sweep(tmp_path):
         pass
 
 
 def test_the_last_whole_line_of_a_trial_counts(tmp_path: Path) -> None:
-    record.append_exit(tmp_path, "trial-0001", REQUEUE, "stopped", "")
-    record.append_exit(tmp_path, "trial-0001", DONE, "done", "")
-    record.append_exit(tmp_path, "trial-0002", BUG, "failed", "ValueError: no")
-    with (tmp_path / record.EXITS).open("a") as file:
+    append_exit(tmp_path, "trial-0001", REQUEUE, "stopped", "")
+    append_exit(tmp_path, "trial-0001", DONE, "done", "")
+    append_exit(tmp_path, "trial-0002", BUG, "failed", "ValueError: no")
+    with (tmp_path / EXITS).open("a") as file:
         file.write('{"trial": "trial-0002", "code": 0, "sta')
-    assert record.read_exits(tmp_path) == {"trial-0001": ("done", ""), "trial-0002": ("failed", "ValueError: no")}
+    assert read_exits(tmp_path) == {"trial-0001": ("done", ""), "trial-0002": ("failed", "ValueError: no")}
 
 
 def test_what_an_exit_code_means() -> None:

@@ -29,7 +29,7 @@ from ranks import FULL, HANG_S, Job, environment, mpirun, needs_mpirun, python
 from waiting import wait_until
 
 from hvdtrain import errors
-from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
+from hvdtrain.cli.launch.run import NodeOptions, parse_node_options
 from hvdtrain.comm import torchdist
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.engines import Feature, Installed, needed_features, select_engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.launch.machine import nvidia_devices, visible_gpus
+from hvdtrain.cli.launch.launchers import nvidia_devices, visible_gpus
 from hvdtrain.cli.sweep.command import shares
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.placement import VISIBLE_DEVICES, Placement, listed_devices, take_part_of_gpu

@@ -10,7 +10,7 @@ import torch
 from pool import on_ranks
 from ranks import FULL, needs_mpirun
 
-from hvdtrain.cli.plan import memory
+from hvdtrain.cli.plan import forecast
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.source import Field
@@ -106,7 +106,7 @@ def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     words = ["model.name=wide_resnet", "model.widths=[16,32,64,128]", f"shard.stage={stage}"]
     two, eight = (predicted(*words, ranks=ranks, samples=2) for ranks in (2, 8))
     weights = predicted(*words[:2], samples=1).weights
-    computed = memory.on_ranks(two, stage, 2, 8, weights)
+    computed = forecast.on_ranks(two, stage, 2, 8, weights)
     assert computed.step == pytest.approx(eight.step, rel=0.05)
     assert computed.evaluation == pytest.approx(eight.evaluation, rel=0.01)
     assert computed.checkpoint == pytest.approx(eight.checkpoint, rel=0.01) and min(computed) >= 0

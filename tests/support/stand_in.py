@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cli.check.command import RankInspection, TimeLimit, compare_ranks, connected_facts, inspect_job
+from hvdtrain.cli.check.dry_run import LARGE_BYTES
 from hvdtrain.cli.check.report import Report, to_text
-from hvdtrain.cli.check.speed import LARGE_BYTES
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.read import configure

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cli.bench.trainer import median_speedup, quartiles, run_on_ranks
-from hvdtrain.cli.check.speed import plain_mpi
+from hvdtrain.cli.check.dry_run import plain_mpi
 from hvdtrain.cli.options import BenchParser, read_sizes
 from hvdtrain.cli.output import align, format_bytes, format_seconds, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of

@@ -28,8 +28,7 @@ from hvdtrain.cli.bench.cost_model import (
 )
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.trainer import quartiles
-from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun_command
-from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version
+from hvdtrain.cli.launch.launchers import LaunchRequest, MpiKind, available_cores, find_launcher, mpi_library_version, mpirun_command
 from hvdtrain.cli.options import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.placement import placement

@@ -18,11 +18,20 @@ from typing import NamedTuple, TypeVar
 
 from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences, find_shortages, full_mesh
-from hvdtrain.cli.check.dry_run import RunFolderFacts
-from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
-from hvdtrain.cli.check.rank_facts import RankFacts, apart_from, completed, local_facts, network_variables
+from hvdtrain.cli.check.dry_run import RunFolderFacts, measure_speeds, no_speeds, read_clocks, slow_engine
+from hvdtrain.cli.check.rank_facts import (
+    Finding,
+    RankFacts,
+    apart_from,
+    completed,
+    count_by_level,
+    describe_rank,
+    finding_of_error,
+    local_facts,
+    most_severe_first,
+    network_variables,
+)
 from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
-from hvdtrain.cli.check.speed import measure_speeds, no_speeds, read_clocks, slow_engine
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from hvdtrain.cli.check.findings import Finding, describe_ranks, group_ranks, number_ranges
-from hvdtrain.cli.check.rank_facts import DeviceFacts, RankFacts
+from hvdtrain.cli.check.rank_facts import DeviceFacts, Finding, RankFacts, describe_ranks, group_ranks, number_ranges
 from hvdtrain.comm.rendezvous import files_needed
 from hvdtrain.errors import short
 from hvdtrain.training.replicas.software import FIXES

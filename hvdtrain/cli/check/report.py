@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.cli.check.dry_run import RunFolderFacts
-from hvdtrain.cli.check.findings import Finding, Level, count_by_level, group_ranks, number_ranges
-from hvdtrain.cli.check.rank_facts import RankFacts
-from hvdtrain.cli.check.speed import AllreduceSpeed, Speeds
+from hvdtrain.cli.check.dry_run import AllreduceSpeed, RunFolderFacts, Speeds
+from hvdtrain.cli.check.rank_facts import Finding, Level, RankFacts, count_by_level, group_ranks, number_ranges
 from hvdtrain.cli.output import align
 from hvdtrain.errors import DONE, USER
 

@@ -12,27 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.cli.launch import elastic
-from hvdtrain.cli.launch.launcher_commands import (
+from hvdtrain.cli.launch.launchers import (
     MPIS,
     Host,
     LaunchRequest,
+    MpiLauncher,
+    available_cores,
     command_for,
     container_command,
+    find_launcher,
     forwarded_variables,
     identify_mpi,
+    mpi_library_version,
     mpirun_command,
+    nvidia_devices,
+    output_of,
     read_hostfile,
     read_hosts,
     select_pmi,
     srun_command,
-)
-from hvdtrain.cli.launch.machine import (
-    MpiLauncher,
-    available_cores,
-    find_launcher,
-    mpi_library_version,
-    nvidia_devices,
-    output_of,
     visible_gpus,
 )
 from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of

@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdtrain.cli.launch import hosts
-from hvdtrain.cli.launch.decisions import choose
-from hvdtrain.cli.launch.hosts import PROGRAM, Offer
-from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_command, read_hosts
-from hvdtrain.cli.launch.machine import MpiLauncher
+from hvdtrain.cli.launch.hosts import PROGRAM, Offer, choose
+from hvdtrain.cli.launch.launchers import Host, LaunchRequest, MpiLauncher, mpirun_command, read_hosts
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import io
+import math
 import os
 import runpy
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
-from hvdtrain.cli.launch.watched import CALLS, Watched, log_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.process import exit_now, flush_output
+from hvdtrain.core.ends_with_parent import end_with_parent
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.core.process import exit_now, flush_output, print_stderr
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of
 from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
+
+APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
+CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
+LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
+_LAUNCHER = str(Path(__file__).parents[0])
+Tell = Callable[[int], None]
 
 
 def main() -> int:
@@ -38,13 +50,6 @@ def main() -> int:
     tag = b"" if options.plain else f"[{rank}] ".encode()
     run = {"script": run_script, "module": run_module, "program": run_program}[options.kind]
     return Watched(lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program").run(tag, log)
-
-
-APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
-CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
-LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
-_LAUNCHER = str(Path(__file__).parents[0])
-Tell = Callable[[int], None]
 
 
 class StopRequest(EarlySignals):
@@ -124,6 +129,188 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
     while trace and (trace.tb_frame.f_code.co_filename.startswith((_LAUNCHER, "<frozen runpy>"))):
         trace = trace.tb_next
     return trace
+
+
+# A launcher sends them to this process alone: the child is in a session of its own, so that it gets none of them twice.
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+CALLS = signal.SIGRTMIN + 5  # asks a child that listens for it to print its calls on its standard error
+SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may hang in one
+IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
+DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
+_READ_BYTES = 2**16
+_STDOUT, _STDERR = 1, 2
+
+
+def log_of(folder: str | None, rank: int) -> io.FileIO | None:
+    """The rank's file in the folder, which is made on its host, opened to write at its end. Raises UserError."""
+    if folder is None:
+        return None
+    name = f"rank-{rank}.log"
+    try:
+        with Folder.make(Path(folder)) as logs:
+            return logs.append(name)
+    except WrongKind as error:
+        raise UserError(f"{name} is {error.strerror}", f"--logs {folder}", NO_LINKS) from None
+    except OSError as error:
+        raise UserError(f"cannot write {name}: {error.strerror}", f"--logs {folder}", "a folder that each host may write to") from None
+
+
+class Watched:
+    """target: called in the child with a function that tells this process the exit code that the child means to end with; it returns it.
+
+    prints_calls: whether the child listens for CALLS.
+    """
+
+    def __init__(self, target: Callable[[Callable[[int], None]], int], *, prints_calls: bool = False) -> None:
+        self._target, self._prints_calls = target, prints_calls
+        self._tag = b""
+        self._asked_s: float | None = None  # time.monotonic() of the first request to stop
+        self._child = 0
+        self._status = 0  # of the child, where it has ended
+
+    def run(self, tag: bytes, log: io.FileIO | None) -> int:
+        """Runs the child to its end; returns its exit code, 128 + signal where one ended it.
+
+        tag: before each line; log: for the bytes as they are. Call it before there are other threads.
+        """
+        self._tag = tag
+        output, errors, word = os.pipe(), os.pipe(), os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until both processes know what to do with them
+        former = {number: signal.getsignal(number) for number in FORWARDED}
+        for number, handler in former.items():
+            if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+                signal.signal(number, self._forward)
+        ours = os.getpid()
+        self._child = os.fork()
+        if not self._child:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            self._be_child(ours, output[1], errors[1], word[1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        for _, of_the_child in (output, errors, word):
+            os.close(of_the_child)
+        _Streams({output[0]: (_STDOUT, TaggedLines(tag)), errors[0]: (_STDERR, TaggedLines(tag))}, log).pass_on(self._has_ended)
+        told = os.read(word[0], 16)
+        code = os.waitstatus_to_exitcode(self._status)
+        if code == -signal.SIGALRM and told:  # it meant to end, and hung
+            return int(told)
+        return code if code >= 0 else 128 - code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if not self._child:
+            return  # it has ended
+        if number == signal.SIGUSR2 and self._asked_s is None:
+            self._asked_s = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child, number)
+
+    def _has_ended(self) -> bool:
+        if self._child:
+            pid, self._status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                self._child = 0
+        if self._child and self._prints_calls and self._asked_s is not None and time.monotonic() - self._asked_s > SLOW_S:
+            self._asked_s = math.inf  # once
+            _write(_STDERR, self._tag + f"hvdtrain launch: not ended {SLOW_S:g} s after the request to stop\n".encode())
+            os.kill(self._child, CALLS)
+        return not self._child
+
+    def _be_child(self, parent: int, output: int, errors: int, word: int) -> NoReturn:
+        os.setsid()
+        end_with_parent(parent, signal.SIGKILL)
+        os.dup2(output, _STDOUT)
+        os.dup2(errors, _STDERR)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # a pipe would keep lines back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        sys.exit(self._target(lambda code: _write(word, f"{code}".encode())))
+
+
+class _Streams:
+    """The streams of a child, and where each goes."""
+
+    def __init__(self, streams: dict[int, tuple[int, TaggedLines]], log: io.FileIO | None) -> None:
+        self._streams, self._log = streams, log
+
+    def pass_on(self, has_ended: Callable[[], bool]) -> None:
+        """Until both streams are at their end, or DRAIN_S after the child has ended."""
+        quiet_s = 0.0
+        while self._streams and quiet_s < DRAIN_S:
+            ended = has_ended()
+            ready, _, _ = select.select(list(self._streams), [], [], IDLE_S)
+            for source in ready:
+                self._read(source)
+            quiet_s = quiet_s + IDLE_S if ended and not ready else 0.0
+            if not ready:
+                for target, lines in self._streams.values():
+                    _write(target, lines.flush())
+        for target, lines in self._streams.values():
+            _write(target, lines.end())
+        while not has_ended():
+            select.select([], [], [], IDLE_S / 10)
+
+    def _read(self, source: int) -> None:
+        target, lines = self._streams[source]
+        data = os.read(source, _READ_BYTES)
+        if not data:
+            _write(target, lines.end())
+            del self._streams[source]
+            return
+        _write(target, lines.take(data))
+        if self._log is not None:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                print_stderr(f"hvdtrain launch: the log file of this rank ends here: {error.strerror}")
+                self._log = None
+
+
+def _write(target: int, data: bytes) -> None:
+    """What a closed pipe does not take is dropped: the log file goes on."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(target, data) :]
+
+
+LONGEST = 2**16  # bytes of a line that are kept until its end comes
+
+
+class TaggedLines:
+    """Tags the lines of one stream. Progress bars, whose lines end with a carriage return, get the tag each time."""
+
+    def __init__(self, tag: bytes) -> None:
+        self._tag = tag
+        self._rest = b""  # without its end, not passed on yet
+        self._is_within = False  # a line whose beginning was passed on
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._rest)
+
+    def take(self, data: bytes) -> bytes:
+        """The lines that are whole with this piece, tagged."""
+        lines = (self._rest + data).splitlines(keepends=True)
+        # a carriage return at the end of a piece may be half of \r\n
+        self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        text = b"".join(map(self._tagged, lines))
+        return text + self.flush() if len(self._rest) > LONGEST else text
+
+    def flush(self) -> bytes:
+        """What has come of a line without its end, as a prompt."""
+        rest, self._rest = self._rest, b""
+        return self._tagged(rest) if rest else b""
+
+    def end(self) -> bytes:
+        """The rest, tagged, where nothing follows: it gets the end that it lacks, so that no other rank's line goes on in it."""
+        rest = self.flush() + b"\n" * self._is_within
+        self._is_within = False
+        return rest
+
+    def _tagged(self, line: bytes) -> bytes:
+        tag = b"" if self._is_within else self._tag
+        self._is_within = not line.endswith((b"\n", b"\r"))
+        return tag + line
 
 
 if __name__ == "__main__":

@@ -12,12 +12,21 @@ from typing import NamedTuple
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result, with_json_value
 from hvdtrain.cli.plan.faults import fault_lines, faults_json, goodputs, read_fault_times, with_faults_value
-from hvdtrain.cli.plan.forecast import Forecast, Infeasible, find_conflict, forecast, group_by_recipe
+from hvdtrain.cli.plan.forecast import (
+    RANKS,
+    Forecast,
+    Infeasible,
+    find_conflict,
+    forecast,
+    group_by_recipe,
+    memory_json,
+    memory_plan,
+    read_size,
+    with_memory_value,
+)
 from hvdtrain.cli.plan.machine import add_options
-from hvdtrain.cli.plan.memory import RANKS, memory_json, memory_plan, read_size, with_memory_value
 from hvdtrain.cli.plan.meshes import Data
-from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, draw_parallel, plan_parallel
-from hvdtrain.cli.plan.pipeline import pipeline_json, pipeline_lines, pipeline_plan
+from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, draw_parallel, pipeline_json, pipeline_lines, pipeline_plan, plan_parallel
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.output import align
-from hvdtrain.cli.plan.forecast import BatchPhase, Forecast, Infeasible, Shapes, group_by_recipe, memory
-from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
+from hvdtrain.cli.plan.forecast import BatchPhase, Forecast, Infeasible, MemoryPlan, Shapes, group_by_recipe, memory, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError

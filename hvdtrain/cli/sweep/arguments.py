@@ -10,8 +10,8 @@ from typing import NamedTuple
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.cli.sweep import optuna_study
-from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, grid_points, probes, random_points, read_space
+from hvdtrain.cli.sweep.trials import Sweep
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, configure, expand, to_yaml
 from hvdtrain.config.schema import Config

@@ -14,27 +14,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvdtrain.cli.launch.machine import available_cores, visible_gpus
+from hvdtrain.cli.launch.launchers import available_cores, visible_gpus
 from hvdtrain.cli.launch.run import ECHO_S, STOPPING
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
-from hvdtrain.cli.sweep import record
 from hvdtrain.cli.sweep.arguments import USAGE, Options, read_options
 from hvdtrain.cli.sweep.optuna_study import OptunaStudy
-from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.space import Point
-from hvdtrain.cli.sweep.trial import (
+from hvdtrain.cli.sweep.trials import (
     KEPT,
     Result,
     Row,
     State,
+    Sweep,
     Trial,
+    append_exit,
     error_line,
+    locked_sweep,
     metric_of,
+    read_exits,
     read_result,
     rows_of,
     state_of,
     table_lines,
+    take_up_sweep,
     to_json,
+    write_sweep,
 )
 from hvdtrain.comm.placement import listed_devices, placement
 from hvdtrain.core.early_signals import EarlySignals
@@ -57,9 +61,9 @@ def sweep(arguments: Sequence[str]) -> int:
         raise UserError(what, "command line of sweep", "sweep without a launcher: --ranks-per-trial 4 starts ranks")
     options, planned = read_options(arguments)
     command = command_line("sweep", *arguments)
-    with record.locked(options.out):
-        planned = record.take_up(options.out, planned, f"--out {options.out}")
-        record.write(options.out, planned)
+    with locked_sweep(options.out):
+        planned = take_up_sweep(options.out, planned, f"--out {options.out}")
+        write_sweep(options.out, planned)
         job = _Job(options, planned)
         job.run()
         return job.finish(command)
@@ -71,7 +75,7 @@ class _Job:
     def __init__(self, options: Options, planned: Sweep) -> None:
         self._options, self._planned = options, planned
         self._began_s = time.monotonic()
-        self._exits = record.read_exits(options.out)
+        self._exits = read_exits(options.out)
         self._results = {trial: self._result(trial) for trial in self._trials()}
         self._kept = sum(result.state in KEPT for result in self._results.values())
         self._ended = 0  # in this start
@@ -134,7 +138,7 @@ class _Job:
 
     def _add(self, point: Point) -> None:
         self._planned.trials.append(point)
-        record.write(self._options.out, self._planned)
+        write_sweep(self._options.out, self._planned)
         trial = self._trials()[-1]
         self._results[trial] = self._result(trial)
 
@@ -153,7 +157,7 @@ class _Job:
         if state == "failed" and self._beside.is_stopped and code > 128:  # killed by the second signal
             state = "stopped"
         error = error_line(self._folder(trial).with_suffix(".log")) if state in ("failed", "diverged") else ""
-        record.append_exit(self._options.out, trial.name, code, state, error)
+        append_exit(self._options.out, trial.name, code, state, error)
         self._exits[trial.name] = (state, error)
         self._results[trial] = result = self._result(trial)
         self._ended += 1

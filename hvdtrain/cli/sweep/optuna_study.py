@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.cli.sweep.space import SEED, Choice, Point, Range, Space
-from hvdtrain.cli.sweep.trial import KEPT, Result, Trial
+from hvdtrain.cli.sweep.trials import KEPT, Result, Trial
 from hvdtrain.errors import UserError
 
 

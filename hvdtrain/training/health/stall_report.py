@@ -17,8 +17,7 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-_LAUNCH = Path(__file__).parents[2] / "cli" / "launch"
-_LAUNCHER = (f"{_LAUNCH / 'rank.py'}", f"{_LAUNCH / 'watched.py'}")  # what runs a script under `launch`
+_LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")  # what runs a script under `launch`
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
@@ -90,7 +89,7 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
     """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
-    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", *_LAUNCHER))][:DEPTH]
+    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 
 
