@@ -20,7 +20,7 @@ from hvdtrain.config.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
-from hvdtrain.optim.ema import averages
+from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import transform_of_facts
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import write_arrays

@@ -9,8 +9,7 @@ from typing import Any
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.optim.ema import Averaged
-from hvdtrain.optim.groups import Group, Grouped, number_of_group
+from hvdtrain.optim.around import Averaged, Group, Grouped, number_of_group
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.tasks.task import Task
 

@@ -22,8 +22,7 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.learner import Learner, Predictions, global_weight
 from hvdtrain.frameworks.state import check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
-from hvdtrain.optim.clipping import clip
-from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
+from hvdtrain.optim.rule import ArrayOps, Rule, clip, is_excluded
 from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 

@@ -20,7 +20,7 @@ from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, 
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.state import check_fit
-from hvdtrain.optim.ema import averages
+from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
 from hvdtrain.training.build import build_learner, restore_task

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.text import decode
+from hvdtrain.data.datasets.text import decode
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source, open_datasets
 

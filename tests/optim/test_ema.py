@@ -18,7 +18,7 @@ from hvdtrain.errors import DONE
 from hvdtrain.frameworks.torch.optim.ops import TorchOps
 from hvdtrain.frameworks.torch.optim.rule_optimizer import average, make_optimizer, set_hyper
 from hvdtrain.optim.adam import Adam
-from hvdtrain.optim.ema import Averaged, averages
+from hvdtrain.optim.around import Averaged, averages
 from hvdtrain.optim.rule import ArrayOps
 from hvdtrain.optim.sgd import Sgd
 from hvdtrain.report.run import read_run

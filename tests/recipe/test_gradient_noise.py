@@ -11,7 +11,7 @@ import torch
 from hvdtrain.core.metrics import add_sums
 from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.frameworks.torch.step import add_noise_
-from hvdtrain.optim.clipping import clip
+from hvdtrain.optim.rule import clip
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums, noise_variance, sample_weights
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 FEATURES = {  # a word of each, and the files that are its own
     "pipeline": ("pipeline", "telemetry/mesh.py"),
     r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("parallel/tensor", "mesh.py"),
-    "ema": ("ema.py",),
+    "ema": ("optim/around.py",),
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("servers", "parameter_server", "replay.py", "update_log.py"),
     "noise_scale": ("noise",),

@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "clip.norm_of_a_part",
-        "hvdtrain/optim/clipping.py",
+        "hvdtrain/optim/rule.py",
         "norm = xp.sqrt(total(sum((g * g).sum() for g in clipped)))",
         "norm = xp.sqrt(sum((g * g).sum() for g in clipped))",
         ("tests/frameworks/test_ranks_in_threads.py",),

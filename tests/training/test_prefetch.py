@@ -14,9 +14,9 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digests
 from hvdtrain.core.progress import Progress
+from hvdtrain.data.datasets.text import Windows
 from hvdtrain.data.source import ArraySource
 from hvdtrain.data.subset import subset
-from hvdtrain.data.text import Windows
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe, build_task
 from hvdtrain.training.datasets import build_source

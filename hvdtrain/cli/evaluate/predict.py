@@ -20,8 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
-from hvdtrain.data.images.image_files import FoundImages, ImageFiles, find_images, left_out_note
-from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.image_source import FoundImages, ImageFiles, ImageSource, find_images, left_out_note
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification import Classification

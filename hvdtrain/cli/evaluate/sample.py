@@ -16,8 +16,8 @@ from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import Codebook
+from hvdtrain.data.datasets.text import decode, read_tokenizer
 from hvdtrain.data.sampler import permutation
-from hvdtrain.data.text import decode, read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.tasks.language import Language

@@ -13,8 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import decay
-from hvdtrain.optim.ema import without_average
-from hvdtrain.optim.groups import Scaled
+from hvdtrain.optim.around import Scaled, without_average
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.classification import Classification

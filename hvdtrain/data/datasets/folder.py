@@ -14,8 +14,7 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
-from hvdtrain.data.images.image_files import ImageFiles, find_images, is_hidden, left_out_note
-from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.image_source import ImageFiles, ImageSource, find_images, is_hidden, left_out_note
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import LabelledImages, Split, smallest
 from hvdtrain.errors import UserError, short

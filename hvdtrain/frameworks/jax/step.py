@@ -16,8 +16,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.jax.model import Model, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.optim.clipping import clip
-from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
+from hvdtrain.optim.rule import ArrayOps, Ops, Rule, clip, is_excluded
 from hvdtrain.tasks.task import Each, Part
 
 Weights = list[jax.Array]  # in the order of Model.names

@@ -20,8 +20,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.step import Optimizer, OptimizerState, Phases, Weights, noise
 from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
-from hvdtrain.optim.clipping import clip
-from hvdtrain.optim.rule import ArrayOps
+from hvdtrain.optim.rule import ArrayOps, clip
 
 
 class Zero:

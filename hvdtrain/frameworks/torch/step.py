@@ -19,7 +19,7 @@ from hvdtrain.frameworks.torch.forward import Evaluated, Forward, Losses
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy
 from hvdtrain.frameworks.torch.precision import Scale
-from hvdtrain.optim.clipping import clip
+from hvdtrain.optim.rule import clip
 from hvdtrain.recipe.noise import noise_scale_sums
 
 Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
@@ -195,7 +195,7 @@ def _square(p: torch.Tensor) -> torch.Tensor:
 
 
 def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, total: Total) -> None:
-    """optim/clipping.py's clip() of all gradients; None: not."""
+    """optim/rule.py's clip() of all gradients; None: not."""
     if norm is not None or value is not None:
         parameters = [shard.parameter for shard in shards]
         for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch, total), strict=True):

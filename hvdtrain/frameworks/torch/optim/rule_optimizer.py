@@ -25,8 +25,7 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import (
     name_of,
     try_step,
 )
-from hvdtrain.optim.ema import without_average
-from hvdtrain.optim.groups import Scaled
+from hvdtrain.optim.around import Scaled, without_average
 from hvdtrain.optim.rule import Rule, is_excluded
 
 Parameters = list[torch.nn.Parameter]
