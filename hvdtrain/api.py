@@ -110,12 +110,8 @@ def train(
 
     end_script_of_worker()
     report_user_errors()
-    if isinstance(config, str) and "=" in config:
-        arguments, config = (config, *arguments), None
-    config_file = str(config) if isinstance(config, (str, Path)) else None
     try:
-        if isinstance(config, Mapping):
-            arguments = (*_assignments(config, ""), *arguments)
+        config_file, arguments = _file_and_arguments(config, arguments)
         given = _given(model, train_data, val_data, loss, metrics, objective)
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
         if model is not None and "model" not in given:
@@ -234,12 +230,28 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) 
     """
     from hvdtrain.context.open_context import open_context
 
+    return open_context(*_file_and_arguments(config, arguments))
+
+
+def run(train: Callable[[Context], object], config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> int:
+    """Calls train(ctx), a loop of the script's own as a function of the context that init() gives; returns the exit code, 0 or 75.
+
+    With guard.lost=shrink, where a rank is lost, those that are left call train(ctx) again, in the same processes: it makes the model,
+    calls ctx.prepare() and ctx.resume(), and so goes on from the newest checkpoint. That needs run=, and an engine that outlives ranks
+    (docs/elastic.md). config, arguments, and errors: as of init().
+    """
+    from hvdtrain.context.living import run_loop
+
+    return run_loop(train, *_file_and_arguments(config, arguments))
+
+
+def _file_and_arguments(config: Mapping[str, Any] | str | Path | None, arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """A YAML file, if one was given, and key=value."""
     if isinstance(config, str) and "=" in config:
-        arguments, config = (config, *arguments), None
-    config_file = str(config) if isinstance(config, (str, Path)) else None
+        return None, (config, *arguments)
     if isinstance(config, Mapping):
-        arguments = (*_assignments(config, ""), *arguments)
-    return open_context(config_file, arguments)
+        return None, (*_assignments(config, ""), *arguments)
+    return str(config) if isinstance(config, (str, Path)) else None, arguments
 
 
 def _given(

@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import importlib
 import socket
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from hvdtrain.comm.communicator import Elastic
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.context import own_events
@@ -26,20 +29,32 @@ from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.background import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
+from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
+from hvdtrain.training.elastic_job import Loss, tell_loss
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import broadcast_state
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
 from hvdtrain.training.run_rank import Rank
-from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
+from hvdtrain.training.sync_point import HASTY_S, close_all, fail, write_last_checkpoint
 from hvdtrain.training.train_job import open_run_log
 
 _LEARNER = "hvdtrain.frameworks.torch.own_loop.own_learner"
 _EXTRA = "hvdtrain.frameworks.torch.own_loop.extra"
 _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
+
+
+class Former(NamedTuple):
+    """What the ranks that are left after a loss go on from."""
+
+    run: Path
+    token: str  # of the lock of the run folder
+    model: weakref.ref[Any]  # that was prepared
+    loss: Loss
+    began_s: float  # by time.perf_counter(), when this rank had the error of the loss
 
 
 class Context:
@@ -56,20 +71,28 @@ class Context:
     mesh: Mesh  # the groups of ranks: mesh.world is the communicator of all
     run: Path | None  # the run folder, as rank 0 knows it
 
-    def __init__(self, rank: Rank, closing: contextlib.ExitStack) -> None:
-        """closing: what is closed last, with the exception that ended the loop, if one did."""
+    def __init__(self, rank: Rank, closing: contextlib.ExitStack, ranks: Elastic | None = None, former: Former | None = None) -> None:
+        """closing: what is closed last, with the exception that ended the loop, if one did.
+
+        ranks: where the others go on without one that is lost; former: what they go on from then. A collective.
+        """
+        self._ranks, self._former_loop = ranks, former
+        self.untold_loss = None if former is None else former.loss  # until the loop has begun, with an event
         self._config, self._communicator, self._closing = rank.config, rank.communicator, closing
         self._heartbeat, self._signals, self._lock, self._reason = rank.heartbeat, rank.signals, rank.lock, rank.engine_reason
         self.mesh = make_mesh(rank.communicator, rank.config)
         self.rank, self.size = rank.communicator.rank, rank.communicator.size
         self.local_rank, self.local_size = rank.communicator.local_rank, rank.communicator.local_size
-        self._hosts = rank.communicator.allgather_object(socket.gethostname())
+        self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
         self.run, self._former, self._notes = on_rank_0(rank.communicator, self._open_run)
         lines = rank.config.replace(log=rank.config.log.replace(display="lines"))  # the moving display is of hvdtrain's own loop
         self._log = open_run_log(lines, rank.communicator, self.run, rank.lock)
         per_rank = rank.config.log.per_rank and self.run is not None
-        closing.enter_context(rank_log(Path(self.run or "") / "ranks" / f"rank-{self.rank:05d}.log" if per_rank else None))
+        self._files = closing.enter_context(contextlib.ExitStack())
+        self._files.enter_context(rank_log(Path(self.run or "") / "ranks" / f"rank-{self.rank:05d}.log" if per_rank else None))
+        self.token = on_rank_0(rank.communicator, lambda: self._lock.token) if ranks else ""  # of the lock that another rank 0 takes over
         self._learner: Any = None
+        self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model  # that was prepared last, once one was
         self._order: Order | None = None  # of the samples, by the checkpoint or by samples()
         self._stream: SampleStream | None = None
         self._samples: Any = None  # the batch that the script has
@@ -80,6 +103,8 @@ class Context:
 
     def _open_run(self) -> tuple[Path | None, Path | None, list[str]]:
         """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
+        if self._former_loop is not None:
+            return self._open_same_run(self._former_loop)
         if self._config.run is None:
             if self._config.resume not in ("auto", "no"):
                 raise UserError("resume= needs run=", self._config.where("resume"), "run=DIR, where this script writes")
@@ -88,6 +113,16 @@ class Context:
         run, notes = open_run_folder(self._config, self._lock)
         check_run_folder(run, 0)
         return run, former, notes
+
+    def _open_same_run(self, former: Former) -> tuple[Path, Path | None, list[str]]:
+        """What _open_run() returns, where ranks were lost, of which one may have had the lock."""
+        if not self._lock.is_held:
+            try:
+                self._lock.take_over(former.run, former.token)
+            except OSError as error:
+                raise cannot_write(error, self._config.where("run")) from None
+        check_run_folder(former.run, 0)
+        return former.run, former.run if files.finished(former.run) else former_run(self._config), []
 
     @property
     def _is_new(self) -> bool:
@@ -133,11 +168,15 @@ class Context:
             raise UserError(
                 "a second ctx.prepare()", "ctx.prepare()", "one module that has all parts, with one optimizer of several groups"
             )
+        former = self.model()
+        if former is not None and any(former is one for one in (model, getattr(model, "_orig_mod", None))):
+            what = "a model that was prepared before a rank was lost"
+            raise UserError(what, "ctx.prepare()", "make the model and the optimizer inside of the function that hvdtrain.run() calls")
         self._heartbeat.beat("preparing the model", 0, 0)
         learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped, example)
         self._heartbeat.under_way = learner.under_way
         broadcast_state(self._communicator, learner, None)
-        self._learner, self._saved = learner, WithExtra(learner)
+        self._learner, self._saved, self.model = learner, WithExtra(learner), weakref.ref(learner.model)
         config, run, saver = self._config, self.run, None
         extra: Any = importlib.import_module(_EXTRA)
         self._limit_bytes = _SPARE_BYTES + extra.MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
@@ -146,11 +185,11 @@ class Context:
             record = None if self._is_new else self._write_config  # of a new run samples() has written it
             saver = make_saver(config, IDENTITY, self._log, beginning, run, self._limit_bytes, record, self._lock.open)
         checkpoints = Checkpoints(
-            self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts, self._heartbeat.go_on
+            self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self.hosts, self._heartbeat.go_on
         )
-        health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self._hosts)
+        health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self.hosts)
         health.fix = "a lower learning rate, a warm-up or optim.clip_norm; or guard.nonfinite=skip"
-        self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning)
+        self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning, self._ranks)
         return learner.forward, learner.optimizer
 
     def resume(self) -> dict[str, Any]:
@@ -203,6 +242,9 @@ class Context:
         if self._order is not None and self._order != stream.order:
             what = f"the checkpoint has {_of_order(self._order)}, ctx.samples() {_of_order(stream.order)}"
             raise UserError(what, str(self.run), "the data set and seed that it was made with; or another run=")
+        if self._ranks is not None and not self._resumed:
+            what = "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin anew"
+            raise UserError(what, "ctx.samples()", "state = ctx.resume() after ctx.prepare()")
         if self.run is not None and not self._resumed and self._former is not None:
             fix = "state = ctx.resume() after ctx.prepare(); or resume=no and another run= to begin anew"
             raise UserError(f"{self.run} has a checkpoint, and the loop would begin anew", "ctx.samples()", fix)
@@ -335,6 +377,7 @@ class Context:
         if objective is not None:
             self._points.now = evaluated(self._communicator, self._points.now, objective, better)
         self._points.save_due = False
+        self._points.confirm()
         self._saved.extra, self._written_step = importlib.import_module(_EXTRA).to_arrays(values), self.step
         if now or not is_last:
             self._points.checkpoints.save(dataclasses.replace(self._points.now, is_kept=now))
@@ -388,10 +431,20 @@ class Context:
         return bool(self._points.health.stop_request)
 
     def _start_event(self, stream: SampleStream) -> None:
-        fields = own_events.start_fields(self._communicator, self._hosts, self._learner.describe(), stream)
+        fields = own_events.start_fields(self._communicator, self.hosts, self._learner.describe(), stream)
         notes = [*self._notes, *getattr(self._communicator, "notes", ())]
         lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, notes)
         self._log.emit("start", self.step, lines=lines, **fields, seconds=round(self._points.now.seconds, 3), run=f"{self.run}")
+        self._tell_loss()
+
+    def _tell_loss(self) -> None:
+        """The event "lost" of a loop that goes on after a loss, once."""
+        if self.untold_loss is None or self._former_loop is None:
+            return
+        loss = self.untold_loss._replace(go_on_s=time.perf_counter() - self._former_loop.began_s)
+        place = f"step {self.step}, the newest checkpoint" if self.step else "the beginning: there is no checkpoint"
+        tell_loss(self._log, loss, self._points.now, self.step, self.size, f"{self.size} go on from {place}")
+        self.untold_loss = None
 
     def _need(self, where: str) -> None:
         if self._closed:
@@ -410,6 +463,7 @@ class Context:
             self._points.sync(force=True)
             self._points.end_epoch()
             self._save_at_stop()
+            self._points.confirm()
         self._end_event()
         self._release(failed=False)
         self._closing.close()
@@ -437,6 +491,20 @@ class Context:
             close_all(self._points, self._stream.prefetcher if self._stream else None, failed=failed)
         else:
             self._log.close(CLOSE_S)
+
+    def give_up(self) -> None:
+        """Ends on this rank what reads and writes, after the loss of another one: what is under way is not waited for."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is not None:
+            self._stream.prefetcher.close(wait=False)
+        if self._learner is not None:
+            self._points.checkpoints.give_up()
+            self._points.checkpoints.close()
+            self._learner = None
+        self._log.close(HASTY_S)
+        self._files.close()
 
     def __enter__(self) -> Context:
         return self

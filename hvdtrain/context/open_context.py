@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from hvdtrain.config.section import COMMAND_LINE
@@ -15,14 +15,14 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.data.worker_pool import end_script_of_worker
 from hvdtrain.errors import UserError, exit_code_of
 from hvdtrain.training.failure import RankFailed, report_user_errors
-from hvdtrain.training.run_rank import connected_rank
+from hvdtrain.training.run_rank import Rank, connected_rank
 
 
 class _Open:
     """The contexts that are open in this process: one at most."""
 
     def __init__(self) -> None:
-        self.contexts: list[Context] = []
+        self.contexts: list[object] = []
 
 
 _OPEN = _Open()
@@ -30,19 +30,7 @@ _OPEN = _Open()
 
 def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
     """The context that hvdtrain.init() gives. Raises UserError, on one process as it is; on several an error ends all ranks."""
-    end_script_of_worker()
-    report_user_errors()
-    if _OPEN.contexts:
-        raise UserError("a context is open already", WHERE, "one hvdtrain.init(); ctx.close() before another")
-    try:
-        refuse_other_keys(config_file, arguments)
-        closing = contextlib.ExitStack()
-        rank = closing.enter_context(connected_rank(config_file, arguments, read_former_run=lambda _: [], from_script=True, what="script"))
-    except UserError as error:
-        error.where = error.where.replace(COMMAND_LINE, WHERE)
-        raise
-    except RankFailed as failed:
-        sys.exit(failed.code)
+    rank, closing = connected(config_file, arguments, WHERE)
     try:
         context = Context(rank, closing)
     except BaseException as error:
@@ -52,6 +40,37 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
         raise
     _follow_the_script(context, closing)
     return context
+
+
+def connected(config_file: str | None, arguments: Sequence[str], where: str) -> tuple[Rank, contextlib.ExitStack]:
+    """This rank, connected with the others, for a loop of the script's; and what disconnects it. Raises as open_context().
+
+    where: the call of the script.
+    """
+    end_script_of_worker()
+    report_user_errors()
+    if _OPEN.contexts:
+        raise UserError("a context is open already", where, "one hvdtrain.init(); ctx.close() before another")
+    try:
+        refuse_other_keys(config_file, arguments, where)
+        closing = contextlib.ExitStack()
+        rank = closing.enter_context(connected_rank(config_file, arguments, read_former_run=lambda _: [], from_script=True, what="script"))
+    except UserError as error:
+        error.where = error.where.replace(COMMAND_LINE, where)
+        raise
+    except RankFailed as failed:
+        sys.exit(failed.code)
+    return rank, closing
+
+
+@contextlib.contextmanager
+def the_open_one(loop: object) -> Iterator[None]:
+    """No other context is opened meanwhile."""
+    _OPEN.contexts.append(loop)
+    try:
+        yield
+    finally:
+        _OPEN.contexts.clear()
 
 
 def _follow_the_script(context: Context, closing: contextlib.ExitStack) -> None:

@@ -34,13 +34,18 @@ _OF_THE_CALLS = {
     "data.name": "ctx.samples(dataset, batch=...)",
     "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
     "servers.count": "hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, which brings the state of one of torch's",
-    "guard.lost": "launch --elastic starts the script again on the ranks that are left",
+    "guard.lost": "hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; launch --elastic starts scripts again",
 }
 
 
-def refuse_other_keys(config_file: str | None, arguments: Sequence[str]) -> None:
-    """Raises UserError for a key that an own loop does not have, and for values that only hvdtrain's loop can follow."""
+def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: str) -> None:
+    """Raises UserError for a key that an own loop does not have, and for values that only hvdtrain's loop can follow.
+
+    where: the call, of which hvdtrain.run() has guard.lost.
+    """
     for key, value, origin in assignments(config_file, arguments):
+        if key == "guard.lost" and (value == "stop" or (value == "shrink" and where != WHERE)):
+            continue
         if key in known_keys() and key not in KEYS:
             fix = _OF_THE_CALLS.get(
                 key, f"hvdtrain.train() has it; an own loop has {', '.join(sorted({key.split('.')[0] for key in KEYS}))}"

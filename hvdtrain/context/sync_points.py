@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.communicator import Communicator, Elastic
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.context.logged import Logged
@@ -33,7 +33,10 @@ class SyncPoints:
         heartbeat: Heartbeat,
         log: Log,
         now: TrainState,
+        ranks: Elastic | None = None,
     ) -> None:
+        """ranks: where the others go on without one that is lost."""
+        self._ranks = ranks
         self.config, self.communicator, self.learner = config, communicator, learner
         self.health, self.checkpoints, self.heartbeat, self.log = health, health.checkpoints, heartbeat, log
         self.logged, self._logged_in_epoch = Logged(), Logged()
@@ -75,6 +78,7 @@ class SyncPoints:
         own |= self.logged.fingerprint() | self.health.flags(p.step)
         sums = allreduce_sums(self.communicator, own, "context.sums")  # the host waits for the device here
         means = self.logged.read(self.communicator, sums)
+        self.confirm()
         now = dataclasses.replace(self.now, seconds=self._clock())
         last = Hyper(lr=now.lr, momentum=0.0, weight_decay=0.0, batch=now.batch, step=p.step)
         self.save_due = self.save_due or bool(sums["save"])
@@ -82,6 +86,11 @@ class SyncPoints:
         self.log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
         self.now = self._before = now
         self._count, self._began_s = 0, time.perf_counter()
+
+    def confirm(self) -> None:
+        """Before what all ranks have computed together is written: fails where a rank was lost in it. A collective."""
+        if self._ranks is not None:
+            self._ranks.confirm()
 
     def end_epoch(self) -> None:
         """The event of an epoch that is over, once: when the script asks for the next batch, or ends its loop. A collective then."""

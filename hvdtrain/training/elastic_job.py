@@ -21,7 +21,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
-from hvdtrain.events.log import Event, Sink
+from hvdtrain.events.log import Event, Log, Sink
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.checkpoint.saver import Saver
@@ -64,6 +64,10 @@ class Loss(NamedTuple):
     go_on_s: float  # from the same error until training goes on
     restored_from: Literal["memory", "checkpoint", "servers"]
     given_again: list[int]  # tickets of asynchronous updates
+
+    def who(self) -> str:
+        """The ranks and their hosts, for people."""
+        return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
 
 
 class ElasticJob:
@@ -150,29 +154,33 @@ class ElasticJob:
         job, p = self.job, now.progress
         goes_on = loss.restored_from == "servers"
         step = loss.step if goes_on else p.step  # from which training goes on
-        who = f"{ranks_summary(loss.ranks)} on {', '.join(dict.fromkeys(loss.hosts))}"
         then = f"{job.communicator.size} go on"
         is_server_lost = any(rank < job.config.servers.count for rank in loss.ranks)
         no_worker_left = 0 < job.config.servers.count >= job.communicator.size
         if job.config.guard.lost == "restart" or is_server_lost or no_worker_left:
             why = "a server is lost" if is_server_lost else "no worker is left" if no_worker_left else "guard.lost=restart"
             then = f"the job ends, to be started again ({why})"
-            job.health.stop_request, job.health.stop_code = f"{who} lost", LOST
-        line = f"lost    {who}, after step {loss.step}: {then} from step {step}{_what_was_lost(loss)}, after {loss.go_on_s:.3g} s"
-        job.log.emit(
-            "lost",
-            step,
-            ranks=loss.ranks,
-            hosts=loss.hosts,
-            left=job.communicator.size,
-            detect_s=round(loss.detect_s, 6),
-            go_on_s=round(loss.go_on_s, 6),
-            steps_lost=loss.step - step,
-            evaluated=now.evaluated,
-            restored_from=loss.restored_from,
-            **({"given_again": loss.given_again} if goes_on else {}),
-            lines=[line],
-        )
+            job.health.stop_request, job.health.stop_code = f"{loss.who()} lost", LOST
+        tell_loss(job.log, loss, now, step, job.communicator.size, f"{then} from step {step}{_what_was_lost(loss)}")
+
+
+def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then: str) -> None:
+    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the job, for people."""
+    line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
+    log.emit(
+        "lost",
+        step,
+        ranks=loss.ranks,
+        hosts=loss.hosts,
+        left=left,
+        detect_s=round(loss.detect_s, 6),
+        go_on_s=round(loss.go_on_s, 6),
+        steps_lost=loss.step - step,
+        evaluated=now.evaluated,
+        restored_from=loss.restored_from,
+        **({"given_again": loss.given_again} if loss.restored_from == "servers" else {}),
+        lines=[line],
+    )
 
 
 def _what_was_lost(loss: Loss) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import faulthandler
 import hashlib
+import io
 import os
 import resource
 import signal
@@ -110,7 +111,11 @@ class _UserErrorHook:
         frame = own_frame(error)
         if frame is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
-        raise SystemExit(end_every_rank(error, None, "script"))  # Python then ends as after any exception
+        # torch.distributed's own hook, which calls this one, shows what was printed meanwhile: not where SystemExit is raised
+        shown = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        with contextlib.redirect_stderr(shown):
+            code = end_every_rank(error, None, "script")
+        raise SystemExit(code)  # Python then ends as after any exception
 
 
 def report_user_errors() -> None:

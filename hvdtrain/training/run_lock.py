@@ -109,6 +109,11 @@ class RunLock:
         self._acquire(run, token)
 
     @property
+    def is_held(self) -> bool:
+        """Whether this process has the lock."""
+        return self._folder is not None
+
+    @property
     def token(self) -> str:
         """By which another rank may take the lock over."""
         return self._mine.token

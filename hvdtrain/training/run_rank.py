@@ -138,7 +138,7 @@ def connected_rank(
             communicator.close()
         except BaseException as error:  # SystemExit too
             lock.release()
-            if from_script and is_only_process(communicator):
+            if from_script and is_only_process(None):  # not of a job whose other ranks are lost
                 raise
             raise RankFailed(end_every_rank(error, communicator, what, place_and_pass(heartbeat))) from error
 

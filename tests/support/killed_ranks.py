@@ -40,6 +40,8 @@ def parse(plan: str) -> list[Kill]:
 
 def die_at(kills: list[Kill]) -> None:
     """Kills this process at the first of these calls."""
+    if not kills:
+        return
     calls = dict.fromkeys(kills, 0)
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
@@ -58,7 +60,6 @@ def die_at(kills: list[Kill]) -> None:
 
 if __name__ == "__main__":
     rank = placement(os.environ).rank
-    if mine := [kill for kill in parse(sys.argv[1]) if kill.rank == rank]:
-        die_at(mine)
+    die_at([kill for kill in parse(sys.argv[1]) if kill.rank == rank])
     sys.argv = ["hvdtrain", *sys.argv[2:]]
     sys.exit(main())

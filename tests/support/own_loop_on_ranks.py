@@ -1,6 +1,7 @@
-"""A loop of 15 lines on this rank, which takes [--kill STEP RANK] [--signal STEP RANK] key=value ...
+"""A loop of 15 lines on this rank, which takes [--kill STEP RANK] [--signal STEP RANK] [--run PLAN] key=value ...
 
-Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank SIGKILL or SIGUSR2 after a step.
+Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank SIGKILL or SIGUSR2 after a step. --run:
+hvdtrain.run() calls the loop, of ranks that kill themselves by a plan of killed_ranks.py.
 """
 
 from __future__ import annotations
@@ -10,25 +11,35 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from killed_ranks import die_at, parse
 
 import hvdtrain as ht
+from hvdtrain.comm.placement import placement
 
 SAMPLES, BATCH, EPOCHS = 100, 7, 3  # uneven shares, and batches across the ends of epochs
 
 
 def main(out: str, *words: str) -> int:
     faults, arguments = {}, list(words)
-    while arguments and arguments[0].startswith("--"):
+    while arguments and arguments[0] in ("--kill", "--signal"):
         faults[int(arguments[1]), int(arguments[2])] = {"--kill": signal.SIGKILL, "--signal": signal.SIGUSR2}[arguments[0]]
         arguments = arguments[3:]
+    keys = ("checkpoint.every_steps=10", "log.every_steps=5")
+    if arguments and arguments[0] == "--run":
+        die_at([kill for kill in parse(arguments[1]) if kill.rank == placement(os.environ).rank])
+        return ht.run(lambda ctx: loop(ctx, out, faults), *keys, *arguments[2:])
+    return loop(ht.init(*keys, *arguments), out, faults)
+
+
+def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> int:
     x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 3))
     losses, notes = {}, []
-    ctx = ht.init("checkpoint.every_steps=10", "log.every_steps=5", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double().to(ctx.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)

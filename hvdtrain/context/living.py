@@ -1,0 +1,112 @@
+"""hvdtrain.run(): a script's loop as a function, which the living ranks call again when one is lost (guard.lost=shrink)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvdtrain.comm.communicator import Elastic
+from hvdtrain.context.context import Context, Former
+from hvdtrain.context.open_context import connected, the_open_one
+from hvdtrain.core.process import exit_now
+from hvdtrain.errors import UserError
+from hvdtrain.training.elastic_job import Loss, ready_for_losses
+from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.run_rank import Rank
+
+WHERE = "hvdtrain.run()"
+
+
+def run_loop(train: Callable[[Context], object], config_file: str | None, arguments: Sequence[str]) -> int:
+    """Calls train(ctx) with a context as hvdtrain.init() gives; the exit code of the loop. Every rank calls it.
+
+    With guard.lost=shrink the ranks that are left after a loss call it again, with another context. Raises, and ends all ranks, as
+    hvdtrain.init() does.
+    """
+    if not callable(train):
+        raise UserError(f"{train!r:.60} is no function of a context", WHERE, "def train(ctx): the loop; hvdtrain.run(train, {...})")
+    rank, closing = connected(config_file, arguments, WHERE)
+    attempt = _Attempt(train, rank, closing)
+    try:
+        with the_open_one(attempt):
+            return attempt.run()
+    except BaseException as error:
+        attempt.fail(error)
+        raise
+
+
+class _Attempt:
+    """The loop on this rank, from its first call of train() to the one that comes to its end."""
+
+    def __init__(self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack) -> None:
+        self._train, self._rank, self._closing = train, rank, closing
+        self._context: Context | None = None
+        self._hosts: list[str] = []  # by the numbers of the launcher
+
+    def run(self) -> int:
+        """Until train() has come to its end on the ranks that live then; the exit code. Every rank calls it."""
+        ranks = self._ready_for_losses()
+        former: Former | None = None
+        while True:
+            context: Context | None = None
+            try:
+                context = self._context = Context(self._rank, self._closing, ranks, former)
+                self._hosts = self._hosts or list(context.hosts)
+                self._train(context)
+                return context.close()
+            except Exception as error:
+                if ranks is None or not ranks.is_loss(error) or (context is None and former is None):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the model of the step that failed, and its connections
+            former = self._without_lost(ranks, context, former)
+
+    def _ready_for_losses(self) -> Elastic | None:
+        config = self._rank.config
+        if config.guard.lost == "shrink" and config.run is None:
+            what = "guard.lost=shrink goes on from checkpoints, and without run= there are none"
+            raise UserError(what, config.where("guard.lost"), "run=DIR")
+        return ready_for_losses(config, self._rank.communicator)
+
+    def _without_lost(self, ranks: Elastic, context: Context | None, former: Former | None) -> Former:
+        """What the ranks that are left go on from. Each of them calls it. context: None where the loss came while it was made."""
+        began_s, heartbeat, lost = time.perf_counter(), self._rank.heartbeat, list[int]()
+        step, untold = (context.step, context.untold_loss) if context is not None else (0, former.loss if former else None)
+        if context is not None:
+            context.give_up()
+        while True:
+            try:
+                heartbeat.beat("going on without lost ranks", heartbeat.epoch, step)
+                lost += ranks.shrink()
+                detect_s = time.perf_counter() - began_s
+                self._rank.watchdog.attach(ranks)
+                steps = ranks.allgather_object(step)
+                ranks.confirm()
+                break
+            except Exception as error:
+                if not ranks.is_loss(error):
+                    raise
+        self._rank.warnings.renumber(ranks.rank, ranks.size)
+        if untold is not None:  # lost before the others had begun again
+            lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
+        hosts = [self._hosts[rank] for rank in lost]
+        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])  # go_on_s is known later
+        if context is not None:
+            return Former(context.run or Path(), context.token, context.model, loss, began_s)
+        assert former is not None
+        return former._replace(loss=loss)
+
+    def fail(self, error: BaseException) -> None:
+        """On several ranks the error is reported and all end; on one it is the script's. Raises as the context does."""
+        try:
+            if self._context is not None:
+                self._context.fail(error)
+            else:
+                self._closing.__exit__(type(error), error, error.__traceback__)
+        except RankFailed as failed:
+            exit_now(failed.code)
+        except BaseException as other:
+            if other is not error:
+                raise
