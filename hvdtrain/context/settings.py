@@ -15,7 +15,7 @@ KEYS = (
     *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune", "local_steps")),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
-    *(f"parallel.{name}" for name in ("tensor", "dense", "pipeline", "schedule", "virtual", "balance")),
+    *(f"parallel.{name}" for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")),
     *("optim.clip_norm", "optim.clip_value"),
     *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),
     *("speed.device", "speed.precision", "speed.compile"),

@@ -880,7 +880,7 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: 
         (["model.name=mlp"], "model.name is not of an own loop", "ctx.prepare(model, optimizer)"),
         (["augment.flip=true"], "augment.flip is not of an own loop", "hvdtrain.train() has it; an own loop has checkpoint, comm"),
         (["servers.count=1"], "servers.count is not of an own loop", "a worker makes no step"),
-        (["guard.lost=shrink"], "guard.lost is not of an own loop", "launch --elastic"),
+        (["guard.lost=shrink"], "guard.lost is not of an own loop", "hvdtrain.run(train, {...}) has guard.lost=shrink"),
         (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
         (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),
         (["resume=somewhere"], "resume= needs run=", "run=DIR"),

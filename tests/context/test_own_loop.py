@@ -250,20 +250,24 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @needs_mpirun
 def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
-    """In parts of layers, in stages, with a dense part; clipped; and a run that goes on in another way than it began."""
+    """In parts of layers, in stages, with a dense part; clipped; of tokens; and a run that goes on in another way than it began."""
     clip = "optim.clip_norm=0.1"
-    whole, clipped = in_ways(tmp_path, 1, "seed=0", clip)
+    whole, clipped, tokens = in_ways(tmp_path, 1, "seed=0", clip, "gpt")
     run = f"run={tmp_path / 'run'}"
     guards = "guard.equal_steps=4 guard.nonfinite=skip"
     ways = [f"parallel.tensor=2 {guards}", f"parallel.pipeline=2 {guards}", f"parallel.dense=c {guards}", "parallel.tensor=2 shard.stage=1"]
     ways += ["parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]"]
     of_clipped = [f"parallel.tensor=2 {clip}", f"parallel.pipeline=2 {clip}", f"parallel.dense=a {clip}"]
     resumed = [f"until=4 {run} parallel.tensor=2", f"until=8 {run} parallel.pipeline=2", f"{run} parallel.dense=a"]
-    found = in_ways(tmp_path, 2, *ways, *of_clipped, *resumed)
+    of_tokens = [f"gpt parallel.tensor=2 parallel.sequence=true {words}" for words in ("", "shard.stage=3")]
+    found = in_ways(tmp_path, 2, *ways, *of_clipped, *of_tokens, *resumed)
     for result in found[: len(ways)]:
         assert_near(result, whole)
     for result in found[len(ways) : len(ways) + len(of_clipped)]:
         assert_near(result, clipped)
+    for result in found[-len(of_tokens) - 3 : -3]:
+        assert_near(result, tokens)
+        assert "with parts of the positions" in result["says"]
     assert [len(result["losses"]) for result in found[-3:]] == [4, 4, 4]
     assert_near(found[-1], whole)
     starts = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines() if '"start"' in line]
@@ -276,7 +280,10 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks4
 def test_pairs_of_ranks_that_have_the_model_together(tmp_path: Path) -> None:
-    (whole,) = in_ways(tmp_path, 1, "seed=0")
+    whole, tokens = in_ways(tmp_path, 1, "seed=0", "gpt")
+    of_tokens = [f"gpt parallel.tensor=2 {words}" for words in ("", "parallel.sequence=true parallel.pipeline=2")]
+    for result in in_ways(tmp_path, 4, *of_tokens):
+        assert_near(result, tokens)
     ways = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=2 parallel.pipeline=2", "parallel.tensor=2 shard.stage=2"]
     for result in in_ways(tmp_path, 4, *ways):
         assert_near(result, whole)

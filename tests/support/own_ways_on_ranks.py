@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import hvdtrain as ht
+from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
 
 SAMPLES, BATCH, STEPS = 50, 5, 12  # uneven shares, and batches across the ends of epochs
@@ -37,7 +38,10 @@ class Net(torch.nn.Module):
 
 
 def main(out: str, *ways: str) -> None:
-    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps; rank 0 writes what each gave."""
+    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps, "gpt" for a model of tokens.
+
+    Rank 0 writes what each gave.
+    """
     results = [trained(way.split()) for way in ways]
     if results[0]["rank"] == 0:
         Path(out).write_text(json.dumps(results))
@@ -49,9 +53,13 @@ def trained(arguments: list[str]) -> dict[str, Any]:
         until, arguments = int(arguments[0].removeprefix("until=")), arguments[1:]
     x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 6))
     y = np.random.default_rng(1).uniform(-1, 1, (SAMPLES, 4))
+    compute: Any = torch.nn.functional.mse_loss
+    if is_gpt := "gpt" in arguments:
+        arguments.remove("gpt")
+        y, x, compute = np.arange(SAMPLES * 5).reshape(SAMPLES, 5) ** 2 % 7, (x[:, :5] * 3 + 3).astype(np.int64), next_tokens_loss
     ctx = ht.init("log.every_steps=4", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
-    net = Net().double().to(ctx.device)
+    net = (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net()).double().to(ctx.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
     model, optimizer = ctx.prepare(net, optimizer, example=torch.from_numpy(x[:4]))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], 0.5)
@@ -62,7 +70,7 @@ def trained(arguments: list[str]) -> dict[str, Any]:
     losses = []
 
     def loss_of(part: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(model(part["x"]), part["y"])
+        return compute(model(part["x"]), part["y"])  # type: ignore[no-any-return]
 
     for _ in ctx.samples({"x": x, "y": y}, batch=BATCH, epochs=until * BATCH / SAMPLES, seed=1):
         loss = ctx.accumulate(loss_of, at_most=3)
@@ -81,6 +89,11 @@ def trained(arguments: list[str]) -> dict[str, Any]:
     result |= {"rank": ctx.rank, "says": ctx._learner.describe(), "evaluated": ctx.mean({"sum": sum(means)})["sum"] * ctx.mesh.data.size}
     ctx.close()
     return result
+
+
+def next_tokens_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy of logits (n, m, vocabulary) and tokens (n, m)."""
+    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def local_steps(_: str) -> None:

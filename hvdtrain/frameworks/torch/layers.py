@@ -37,6 +37,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import UnitCost
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy
+from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, order_of_layers, outputs_of, plan_of
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step import Passes
@@ -68,6 +69,8 @@ class Layers(Arrangement):
         self._cuts = cut_model(model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order)
         model.register_forward_hook(lambda *_: order.end("end of the forward pass"))
         self.orders = [order]
+        if making.given is not None:
+            give_whole_logits(model)
         if x is not None:
             check_cut(model, x, expected, making.task, where)
 

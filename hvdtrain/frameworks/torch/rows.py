@@ -21,6 +21,7 @@ from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.fsdp import ShardedModel, device_mesh, shard_model
 from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 
 
 class Rows(Arrangement):
@@ -49,6 +50,8 @@ class Rows(Arrangement):
         model, deferred = make_deferred(self.making.new_model) if given is None else (given.model, None)
         groups, communicating = device_mesh(mesh, device), self.making.stopwatch.communicating
         sharded = shard_model(model, deferred, config, mesh, groups, device, precision.weights, communicating)
+        if given is not None:
+            give_whole_logits(sharded.model)
         if deferred is None and given is None:
             return sharded._replace(summary=f"{sharded.summary}, made whole first: its constructor reads its own numbers")
         return sharded

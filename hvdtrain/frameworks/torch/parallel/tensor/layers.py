@@ -63,12 +63,21 @@ class VocabularyHead(ColumnsLinear):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link, rows: Rows) -> None:
         super().__init__(weight, bias, link)
         self._rows = rows
+        self.gives_whole = False  # all logits, for a loss that needs them
 
-    def forward(self, x: torch.Tensor) -> SplitLogits:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> torch.Tensor | SplitLogits:  # type: ignore[override]
         logits = super().forward(x)
         if self._link.positions:  # in the order of their indices, as the loss reads them; and no view, of which FSDP2 warns
             logits = logits.clone(memory_format=torch.contiguous_format)
-        return SplitLogits(logits, self._link, self._rows)
+        split = SplitLogits(logits, self._link, self._rows)
+        return split.whole() if self.gives_whole else split
+
+
+def give_whole_logits(model: nn.Module) -> None:
+    """Has the model's VocabularyHead give the logits of all ranks: for a loss that is a script's own."""
+    for module in model.modules():
+        if isinstance(module, VocabularyHead):
+            module.gives_whole = True
 
 
 class VocabularyEmbedding(nn.Module):

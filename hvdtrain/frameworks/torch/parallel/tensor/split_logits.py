@@ -36,13 +36,30 @@ class SplitLogits(NamedTuple):
         return loss.view(targets.shape)
 
     def whole(self) -> torch.Tensor:
-        """The logits of all ranks, (..., vocabulary), without a gradient. A collective."""
-        return self.link.gather(self.local.movedim(-1, 0), "whole").movedim(0, -1)
+        """The logits of all ranks, (..., vocabulary). A collective.
+
+        Every rank goes on with the same ones, and so knows the gradient of its own part without the others.
+        """
+        found: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
+        return found
 
 
 def whole_logits(outputs: torch.Tensor | SplitLogits) -> torch.Tensor:
-    """A model's logits (..., vocabulary). Without a gradient, and a collective, where they are split."""
+    """A model's logits (..., vocabulary). A collective where they are split."""
     return outputs.whole() if isinstance(outputs, SplitLogits) else outputs
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, link: Link, rows: Rows) -> torch.Tensor:
+        """x (..., v) -> (..., vocabulary)"""
+        ctx.first, ctx.length = rows.first, x.shape[-1]
+        return link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()  # no view, of which FSDP2 warns
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return dy[..., ctx.first : ctx.first + ctx.length].contiguous(), None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
