@@ -33,8 +33,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import LogConfig
-from hvdtrain.events.background import BackgroundSink
-from hvdtrain.events.log import Event, Log, Sink
+from hvdtrain.events.log import BackgroundSink, Event, Log, Sink
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.terminal import terminal_sink
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb

@@ -27,7 +27,7 @@ from hvdtrain.core.own_line import own_frame
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.events.background import CLOSE_S
+from hvdtrain.events.log import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints

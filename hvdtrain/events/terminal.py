@@ -13,8 +13,7 @@ from typing import IO, TextIO
 
 from hvdtrain.config.schema import LogConfig
 from hvdtrain.core.process import print_stderr
-from hvdtrain.events.background import BackgroundSink
-from hvdtrain.events.log import Event
+from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 NAME = "the standard output"

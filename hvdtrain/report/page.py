@@ -14,10 +14,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import SHORTEST_S, changes_between_starts, differing_keys, is_short, scaling_comparisons
-from hvdtrain.report.metrics import objective_of
 from hvdtrain.report.page_tables import Table
-from hvdtrain.report.run import RunRecord, number
-from hvdtrain.report.world import mesh_of, stage_summary
+from hvdtrain.report.run import RunRecord, number, objective_of
+from hvdtrain.report.summary import mesh_of, stage_summary
 from hvdtrain.version import __version__
 
 _LAST_EVENTS = 8  # of a run without a regular end

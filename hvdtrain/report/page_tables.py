@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.events import redaction
-from hvdtrain.report import metrics, summary, world
+from hvdtrain.report import summary
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
-from hvdtrain.report.metrics import finite_values, logged_names, objective_of
-from hvdtrain.report.run import RunRecord, number
+from hvdtrain.report.run import RunRecord, class_results, evaluated_data, evaluations_of, finite_values, logged_names, number, objective_of
 
 _MOST_RANKS = 32  # rows: the slowest ranks
 _MOST_HOSTS = 8
@@ -66,7 +65,7 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
         "ending": run.ending,
         "begun": begun + (f", in {starts} starts" if starts > 1 else ""),
         "ranks": shown(number(start, "ranks"), ",.0f"),
-        "mesh": world.ways(run),
+        "mesh": summary.ways(run),
         "hosts": _hosts(start.get("hosts")),
         "engine": _cell(start.get("engine")),
         "framework": _cell(start.get("framework") or run.config.get("framework")),
@@ -148,21 +147,21 @@ def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table
         [
             label,
             _cell(evaluation.get("checkpoint")),
-            redaction.redact_urls(metrics.evaluated_data(evaluation)),
+            redaction.redact_urls(evaluated_data(evaluation)),
             shown(number(evaluation, "count"), ",.0f"),
             shown(number(evaluation, "loss"), ".4f"),
             objective_of(run).shown(number(evaluation, objective_of(run).name)),
         ]
         for run, label in zip(runs, labels, strict=True)
-        for evaluation in metrics.evaluations_of(run)[-_MOST_EVALUATIONS:]
+        for evaluation in evaluations_of(run)[-_MOST_EVALUATIONS:]
     ]
     return Table(["run", "checkpoint", "data", "samples", "loss", objective_name(runs)], rows)
 
 
 def classes(run: RunRecord) -> Table:
     """Classes of the last evaluation, the one with the lowest accuracy first."""
-    last = next(reversed(metrics.evaluations_of(run)), {})
-    results = sorted(metrics.class_results(last), key=lambda result: result.accuracy)
+    last = next(reversed(evaluations_of(run)), {})
+    results = sorted(class_results(last), key=lambda result: result.accuracy)
     rows = [[one.name, shown(one.samples, ",.0f"), percent(one.accuracy), one.mistake] for one in results[:_MOST_CLASSES]]
     note = f"The {_MOST_CLASSES} classes with the lowest accuracy, of {len(results):,}." if len(results) > _MOST_CLASSES else ""
     return Table(["class", "samples", "accuracy", "most often taken for"], rows, note)
@@ -216,7 +215,7 @@ def ranks(run: RunRecord) -> Table:
     work_ms = summary.rank_work_ms(run)
     measured = [rank for rank in range(len(work_ms)) if math.isfinite(work_ms[rank])]
     slowest_first = sorted(measured, key=lambda rank: -work_ms[rank])
-    found, medians = world.mesh_of(run), summary.median_of_stage(run, work_ms)
+    found, medians = summary.mesh_of(run), summary.median_of_stage(run, work_ms)
     rows = [
         [
             str(rank),
@@ -234,7 +233,7 @@ def ranks(run: RunRecord) -> Table:
 
 def mesh_grid(run: RunRecord) -> Table:
     """Which rank on which host has which place: a row for each place in `data`; empty where every rank has a whole model."""
-    found = world.mesh_of(run)
+    found = summary.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
     columns = [place for place in found.places if place.data == 0]
@@ -253,16 +252,16 @@ def stages(run: RunRecord) -> Table:
     work_ms = summary.rank_work_ms(run)
     rows = [
         [f"{number}", f"{len(stage.ranks)}", shown(stage.work_ms), f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else ""]
-        for number, stage in enumerate(world.stages(run, work_ms)[:_MOST_RANKS])
+        for number, stage in enumerate(summary.stages(run, work_ms)[:_MOST_RANKS])
     ]
-    predicted = world.predicted_bubble(run)
+    predicted = summary.predicted_bubble(run)
     note = f"By the schedule, with stages that take the same time, each waits {predicted:.1%}." if math.isfinite(predicted) else ""
     return Table(["stage", "ranks", "own work in a step (ms)", "waits, of the time of its passes"], rows, note)
 
 
 def world_sizes(run: RunRecord) -> Table:
     """A row for each change of the ranks; none where there was none."""
-    found = world.world_sizes(run)
+    found = summary.world_sizes(run)
     rows = [
         [
             shown(change.step, ",.0f"),

@@ -38,7 +38,7 @@ from hvdtrain.cli.sweep.trials import (
 )
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
-from hvdtrain.report.metrics import ACCURACY, RunMetric
+from hvdtrain.report.run import ACCURACY, RunMetric
 
 JOB = ["framework=numpy", "model.name=linear"]
 LOSS = RunMetric("loss", lower_is_better=True)

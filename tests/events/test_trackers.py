@@ -19,8 +19,7 @@ from waiting import wait_until
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.events.background import BackgroundSink
-from hvdtrain.events.log import Event
+from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.tracker_data import flat_config, redacted_config, scalars
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
 

@@ -24,7 +24,7 @@ from hvdtrain.cli.report import Progress
 from hvdtrain.core.process import command_line
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import scaling_comparisons
-from hvdtrain.report.figures import canvas, draw, ranks, speed, training
+from hvdtrain.report.figures import canvas, draw, ranks, speed
 from hvdtrain.report.figures.canvas import COLOURS, downsample
 from hvdtrain.report.page import render_page
 from hvdtrain.report.run import RunRecord
@@ -226,11 +226,11 @@ def lines_of(figure: Figure | None) -> list[tuple[list[float], list[float]]]:
 def test_the_lines_of_the_figures() -> None:
     """An evaluation at step 5 is drawn at half an epoch; targets are horizontal; a single point has a marker."""
     half = record_of([start(), step(5), epoch(1, 0.7, step=5)], **{"stop.target": 0.9})
-    assert lines_of(training.loss([half], ["a"])) == [([0.5], [2.0]), ([0.5], [1.2])]
-    assert lines_of(training.accuracy([half], ["a"])) == [([0.5], [0.05]), ([0.5], [0.7]), ([0, 1], [0.9, 0.9])]
-    drawn = training.loss([half], ["a"])
+    assert lines_of(draw.loss([half], ["a"])) == [([0.5], [2.0]), ([0.5], [1.2])]
+    assert lines_of(draw.accuracy([half], ["a"])) == [([0.5], [0.05]), ([0.5], [0.7]), ([0, 1], [0.9, 0.9])]
+    drawn = draw.loss([half], ["a"])
     assert drawn and drawn.axes[0].lines[0].get_marker() == "o"
-    assert lines_of(training.rates([record_of(COMPLETE)], ["a"])) == [
+    assert lines_of(draw.rates([record_of(COMPLETE)], ["a"])) == [
         ([0.5, 1.0, 1.5, 2.0], [0.1] * 4),
         ([0.5, 1.0, 1.5, 2.0], [64.0] * 4),
     ]
@@ -285,7 +285,7 @@ def test_a_long_line_is_downsampled_and_keeps_its_peaks() -> None:
     x, y = zip(*downsample(points), strict=True)
     assert len(x) == len(y) <= 2000 and list(x) == sorted(x) and x[y.index(1000.0)] == 4321.0 and min(y) == 0.0
     many = [step(n, loss=1.0 if n % 2 else 3.0) for n in range(1, 5001)]
-    (_, band), (_, means) = lines_of(training.loss([record_of([start(), *many])], ["a"]))
+    (_, band), (_, means) = lines_of(draw.loss([record_of([start(), *many])], ["a"]))
     assert len(band) == 2000 and set(band) == {1.0, 3.0} and means == pytest.approx([2.0] * 200, abs=0.05)
 
 
@@ -398,7 +398,7 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
     rows = [["class", "samples", "accuracy", "most often taken for"], ["bee", "2", "50.00%", "ant (1)"], ["ant", "4", "75.00%", "bee (1)"]]
     assert [row for row in seen.rows if row in rows] == rows and "hush" not in seen.text
     assert "last event 1970-01-01 00:17:00 UTC" in seen.text  # of the job
-    figure = training.confusion([record_of([*COMPLETE, evaluation()])], ["a"])
+    figure = draw.confusion([record_of([*COMPLETE, evaluation()])], ["a"])
     assert figure is not None
     axes = figure.axes[0]
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0.5, 0.5]]
@@ -420,5 +420,5 @@ def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
 def test_an_evaluation_of_a_stranger_is_drawn_or_left_out(fields: dict[str, Any]) -> None:
     record = record_of([*COMPLETE, evaluation(**fields)])
     assert "\x1b" not in page_of(record) and "Evaluations" in page_of(record)
-    assert training.confusion([record], ["a"]) is None or "class_names" in fields
-    assert training.confusion([record, record], ["a", "b"]) is None
+    assert draw.confusion([record], ["a"]) is None or "class_names" in fields
+    assert draw.confusion([record, record], ["a", "b"]) is None

@@ -16,9 +16,8 @@ from ranks import ROOT
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.report.metrics import metrics_of, objective_of
 from hvdtrain.report.page_tables import summary_table, targets
-from hvdtrain.report.run import read_run
+from hvdtrain.report.run import metrics_of, objective_of, read_run
 from hvdtrain.training.checkpoint import files
 
 NUMBERS = ["data.name=own_data:numbers", "task.name=regression", "model.name=linear", "optim.base_lr=0.02", "batch.size=31"]

@@ -29,7 +29,7 @@ from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import print_stderr
 from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
-from hvdtrain.events.background import CLOSE_S
+from hvdtrain.events.log import CLOSE_S
 
 LOOK_S = 0.2  # between two looks at what goes on
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure

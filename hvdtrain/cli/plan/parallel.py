@@ -21,7 +21,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, UnitCost, formula, of_stages, timeline
 from hvdtrain.recipe.batch import resolve_batch_size
-from hvdtrain.report.figures import layout
+from hvdtrain.report.figures.commands import draw_layout
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.conflicts import refuse_on_every_engine
 from hvdtrain.training.input import passes_of_step
@@ -62,7 +62,7 @@ def draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
     framework = plugins.load("frameworks", config.framework, config.where("framework"))
     if not hasattr(framework, "layout"):
         raise UserError(f"framework={config.framework} has every model whole on each rank", _OPTION, "framework=torch")
-    return layout.draw(Path(path), framework.layout(config, task, ranks), _OPTION)
+    return draw_layout(Path(path), framework.layout(config, task, ranks), _OPTION)
 
 
 _HEADER = ("mesh", "ms/step", "compute", "comm", "bubble", "MB sent", "memory")

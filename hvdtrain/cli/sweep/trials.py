@@ -22,8 +22,7 @@ from hvdtrain.cli.sweep.space import SEED, Point
 from hvdtrain.config.yaml_reader import compose, leaves, value_of
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
-from hvdtrain.report.metrics import ACCURACY, RunMetric, objective_of
-from hvdtrain.report.run import RunRecord, number, read_run
+from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]
 KEPT: tuple[State, ...] = ("done", "diverged", "pruned")  # the same command does not start them again

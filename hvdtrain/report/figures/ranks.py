@@ -10,8 +10,7 @@ from hvdtrain.report.compare import ScalingComparison, Spread, scaling_compariso
 from hvdtrain.report.figures.canvas import COLOURS, GREY, HEIGHT, LineStyle, integer_ticks, legend, literal, new_figure, run_style
 from hvdtrain.report.figures.speed import PHASES
 from hvdtrain.report.run import Fields, RunRecord, number, numbers
-from hvdtrain.report.summary import Straggler, finite, host_of, rank_work_ms, straggler
-from hvdtrain.report.world import MOST_RANKS, bubble, mesh_of, predicted_bubble
+from hvdtrain.report.summary import MOST_RANKS, Straggler, bubble, finite, host_of, mesh_of, predicted_bubble, rank_work_ms, straggler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
