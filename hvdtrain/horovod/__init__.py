@@ -6,12 +6,15 @@ import importlib
 from typing import Any
 
 from hvdtrain.horovod import elastic as elastic
+from hvdtrain.horovod.basics import ProcessSet as ProcessSet
+from hvdtrain.horovod.basics import add_process_set as add_process_set
 from hvdtrain.horovod.basics import ccl_built as ccl_built
 from hvdtrain.horovod.basics import check_extension as check_extension
 from hvdtrain.horovod.basics import cross_rank as cross_rank
 from hvdtrain.horovod.basics import cross_size as cross_size
 from hvdtrain.horovod.basics import cuda_built as cuda_built
 from hvdtrain.horovod.basics import ddl_built as ddl_built
+from hvdtrain.horovod.basics import global_process_set as global_process_set
 from hvdtrain.horovod.basics import gloo_built as gloo_built
 from hvdtrain.horovod.basics import gloo_enabled as gloo_enabled
 from hvdtrain.horovod.basics import init as init
@@ -24,6 +27,7 @@ from hvdtrain.horovod.basics import mpi_enabled as mpi_enabled
 from hvdtrain.horovod.basics import mpi_threads_supported as mpi_threads_supported
 from hvdtrain.horovod.basics import nccl_built as nccl_built
 from hvdtrain.horovod.basics import rank as rank
+from hvdtrain.horovod.basics import remove_process_set as remove_process_set
 from hvdtrain.horovod.basics import rocm_built as rocm_built
 from hvdtrain.horovod.basics import shutdown as shutdown
 from hvdtrain.horovod.basics import size as size
@@ -31,6 +35,7 @@ from hvdtrain.horovod.basics import start_timeline as start_timeline
 from hvdtrain.horovod.basics import stop_timeline as stop_timeline
 from hvdtrain.horovod.call import Adasum as Adasum
 from hvdtrain.horovod.call import Average as Average
+from hvdtrain.horovod.call import Compression as Compression
 from hvdtrain.horovod.call import Max as Max
 from hvdtrain.horovod.call import Min as Min
 from hvdtrain.horovod.call import Product as Product
@@ -54,7 +59,6 @@ from hvdtrain.horovod.collectives import grouped_reducescatter_async as grouped_
 from hvdtrain.horovod.collectives import reducescatter as reducescatter
 from hvdtrain.horovod.collectives import reducescatter_async as reducescatter_async
 from hvdtrain.horovod.collectives import sparse_allreduce_async as sparse_allreduce_async
-from hvdtrain.horovod.compression import Compression as Compression
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
 from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from hvdtrain.horovod.objects import allgather_object as allgather_object
@@ -62,10 +66,6 @@ from hvdtrain.horovod.objects import broadcast_object as broadcast_object
 from hvdtrain.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.horovod.parameters import broadcast_optimizer_state as broadcast_optimizer_state
 from hvdtrain.horovod.parameters import broadcast_parameters as broadcast_parameters
-from hvdtrain.horovod.process_sets import ProcessSet as ProcessSet
-from hvdtrain.horovod.process_sets import add_process_set as add_process_set
-from hvdtrain.horovod.process_sets import global_process_set as global_process_set
-from hvdtrain.horovod.process_sets import remove_process_set as remove_process_set
 from hvdtrain.horovod.reductions import allreduce as allreduce
 from hvdtrain.horovod.reductions import allreduce_ as allreduce_
 from hvdtrain.horovod.reductions import allreduce_async as allreduce_async
@@ -79,6 +79,6 @@ from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
 def __getattr__(name: str) -> Any:
     """The modules of Horovod's whose names are in none of ours. AttributeError for a name of Horovod's that is not built here."""
-    if name in ("functions", "mpi_ops"):
+    if name in ("compression", "functions", "mpi_ops"):
         return importlib.import_module(f"hvdtrain.horovod.torch.{name}")  # which takes its names from here
     raise AttributeError(f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to use instead")

@@ -1,4 +1,4 @@
-"""A call from its beginning to its result: tensors of torch, NumPy and JAX, the operations by their names, the request, and the wait."""
+"""A call from its beginning to its result: tensors of torch, NumPy and JAX, operations by name, request and wait; casts for the wire."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.reduce import check_moved, check_op
 from hvdtrain.horovod.engine.requests import ANY, ReduceOp, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's library
@@ -192,3 +192,67 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))  # known to numpy where JAX is loaded
     return tensor.numpy()
+
+
+class Compressor:
+    """compress() gives the tensor for the wire, and what decompress() needs."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """A tensor is sent as it is."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: None) -> torch.Tensor:
+        return tensor
+
+
+class _Cast(Compressor):
+    """Floating-point tensors and arrays; others stay what they are."""
+
+    wire: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        if isinstance(tensor, torch.Tensor):
+            return tensor.to(cls.wire) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+        host, back = as_torch(tensor, "compression")
+        return (host.to(cls.wire), (host.dtype, back)) if host.dtype.is_floating_point else (tensor, host.dtype)
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        if isinstance(ctx, torch.dtype):
+            return tensor.to(ctx) if ctx.is_floating_point else tensor
+        dtype, back = ctx
+        return back(tensor.to(dtype))
+
+
+class FP16Compressor(_Cast):
+    """A tensor is sent as float16."""
+
+    wire = torch.float16
+
+
+class BF16Compressor(_Cast):
+    """A tensor is sent as bfloat16: the range of float32 with 8 bits of precision."""
+
+    wire = torch.bfloat16
+
+
+class Compression:
+    """What allreduce() and DistributedOptimizer() take as `compression`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

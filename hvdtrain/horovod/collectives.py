@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from hvdtrain.horovod.call import Adasum, Average, Call, Sum, own, synchronize
-from hvdtrain.horovod.compression import Compression, Compressor
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
+from hvdtrain.horovod.call import Adasum, Average, Call, Compression, Compressor, Sum, own, synchronize
 from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
 from hvdtrain.horovod.engine.perform import check_splits
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reductions import allreduce, grouped_allreduce
 
 Splits = torch.Tensor | Sequence[int] | None

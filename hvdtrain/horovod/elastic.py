@@ -1,17 +1,21 @@
-"""hvd.elastic: a training function that goes on from its last commit when a rank is lost, on the ranks that are left."""
+"""hvd.elastic: a training function that goes on from its last commit when a rank is lost: run(), the states that it keeps, its sampler."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import importlib
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Protocol
 
-from hvdtrain.horovod import sampler, state
+import torch
+
 from hvdtrain.horovod.basics import init, recover, shutdown
 from hvdtrain.horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.sampler import ElasticSampler
-from hvdtrain.horovod.state import ObjectState, State, TorchState
+from hvdtrain.horovod.objects import broadcast_object
+from hvdtrain.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,4 +46,187 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "sampler", "shutdown", "state"]
+class State:
+    """What elastic.run() asks of a state."""
+
+    def __init__(self) -> None:
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Called after ranks have been lost: to set the learning rate for the new size, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """What is kept until the next commit. A collective: nothing is kept that a rank which is lost has spoilt."""
+        JOB.engine.confirm()
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Nothing: no rank is added to a job that runs."""
+
+    def reset(self) -> None:
+        """Resets what depends on rank and size."""
+
+    def save(self) -> None:
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        raise NotImplementedError
+
+
+class ObjectState(State):
+    """Values, as attributes of these names."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._saved = values
+        self._names = list(values)
+        self.restore()
+
+    def save(self) -> None:
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        if self._names:
+            self._saved = broadcast_object({name: getattr(self, name) for name in self._names})
+            ObjectState.restore(self)  # of the values alone: what TorchState keeps beside them is not saved yet
+
+
+class TorchState(ObjectState):
+    """Models, optimizers and ElasticSamplers under any names, and values: TorchState(model, optimizer, batch=0, epoch=0)."""
+
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any) -> None:
+        given = {"model": model, "optimizer": optimizer, **values}
+        self._handlers = {name: handler for name, value in given.items() if (handler := _handler(value)) is not None}
+        for name in self._handlers:
+            object.__setattr__(self, name, given[name])
+        super().__init__(**{name: value for name, value in given.items() if name not in self._handlers})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A new model, optimizer or sampler in the place of one is kept from now on."""
+        if name in self.__dict__.get("_handlers", {}) and (handler := _handler(value)) is not None:
+            self._handlers[name] = handler
+        object.__setattr__(self, name, value)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+        for handler in self._handlers.values():
+            handler.save()
+
+
+class _Stateful(Protocol):
+    """What has a state_dict."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class _Handler:
+    """Keeps the state_dict of one object."""
+
+    def __init__(self, value: _Stateful, broadcast: Callable[[Any], None]) -> None:
+        """broadcast: makes the object that of rank 0."""
+        self._value, self._broadcast = value, broadcast
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._value.state_dict())
+
+    def restore(self) -> None:
+        self._value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self._broadcast(self._value)
+
+
+def _handler(value: Any) -> _Handler | None:
+    if isinstance(value, torch.nn.Module):
+        return _Handler(value, lambda model: broadcast_parameters(model.state_dict(), root_rank=0))
+    if isinstance(value, torch.optim.Optimizer):
+        return _Handler(value, lambda optimizer: broadcast_optimizer_state(optimizer, root_rank=0))
+    if isinstance(value, ElasticSampler):
+        return _Handler(value, lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict())))
+    return None
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Every rank has equally many: some samples come twice where they do not divide.
+
+    Call record_batch() after each batch, set_epoch() at the end of an epoch, and give it to the TorchState.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """seed: the same on every rank."""
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0  # epoch, and how many samples of it all ranks together have had
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, with an order of its own."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Every rank has had so many samples more."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divides what is left among the ranks that there are now."""
+        self.num_replicas, self.rank = JOB.engine.size, JOB.engine.rank
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        again = [left[i % len(left)] for i in range(len(left), self.total_size)]
+        return iter((left + again)[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def __getattr__(name: str) -> Any:
+    """The modules of Horovod's that have the sampler and the states."""
+    if name in ("sampler", "state"):
+        return importlib.import_module(f"hvdtrain.horovod.torch.elastic.{name}")
+    raise AttributeError(f"hvdtrain.horovod.elastic has no {name!r}")
+
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]

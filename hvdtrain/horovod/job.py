@@ -20,10 +20,9 @@ from hvdtrain.comm.placement import Placement, placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, exit_code_of, nearest
-from hvdtrain.horovod.engine.engine import GLOBAL, Engine, settings_of
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.own import OwnEngine
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Engine, Request, Signature, settings_of
 
 ENGINE_VARIABLE = "HVDTRAIN_ENGINE"
 ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")

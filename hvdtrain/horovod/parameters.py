@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.errors import UserError
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async_
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.gradients import GradientSteps, load_in_place
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.object_forms import packed
-from hvdtrain.horovod.objects import broadcast_object
-from hvdtrain.horovod.optimizer import AdasumSteps
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.objects import broadcast_object, packed
+from hvdtrain.horovod.optimizer import AdasumSteps, GradientSteps, load_in_place
 
 EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"  # 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
 

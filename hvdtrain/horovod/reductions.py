@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.horovod.call import Call, Max, Min, Product, Sum, given_op, own, synchronize
-from hvdtrain.horovod.compression import Compression, Compressor
-from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
+from hvdtrain.horovod.call import Call, Compression, Compressor, Max, Min, Product, Sum, given_op, own, synchronize
 
 Reduce = Callable[[list[torch.Tensor], int, float, float], list[torch.Tensor]]  # tensors, op, prescale, postscale
 

@@ -10,8 +10,8 @@ import ranks
 
 import hvdtrain.horovod as hvd
 from hvdtrain.errors import UserError
-from hvdtrain.horovod.engine.engine import Settings, settings_of
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.requests import Settings, settings_of
 from hvdtrain.horovod.job import engine_name
 
 # What horovod.torch 0.28.1 exports.

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.library_forms import FORMS
-from hvdtrain.horovod.object_forms import packed, unpacked
+from hvdtrain.horovod.forms import FORMS
+from hvdtrain.horovod.objects import packed, unpacked
 
 
 def sent(thing: Any) -> Any:

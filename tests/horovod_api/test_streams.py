@@ -14,10 +14,9 @@ from ranks import needs_mpirun
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.comm.staging import Cuda, Stream
-from hvdtrain.horovod.engine.engine import GLOBAL, Settings
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.perform import Streams
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature
 
 
 class Event(NamedTuple):

@@ -11,9 +11,8 @@ import torch
 
 from hvdtrain.comm.placement import NO_LAUNCHER
 from hvdtrain.config import plugins
-from hvdtrain.horovod.engine.engine import GLOBAL, Settings, settings_of
 from hvdtrain.horovod.engine.own import OwnEngine
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature, settings_of
 
 
 def engine(settings: Settings) -> OwnEngine:

@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.comm import mpi
 from hvdtrain.comm.placement import placement
-from hvdtrain.horovod.engine.adasum import adasum_
+from hvdtrain.horovod.engine.reduce import adasum_
 
 
 def main() -> None:

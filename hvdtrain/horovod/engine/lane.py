@@ -16,13 +16,23 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.exchange import Exchange
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.errors import LOST, UserError, exit_code_of
-from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
-from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block, outside_of_inference
-from hvdtrain.horovod.engine.engine import Settings
+from hvdtrain.horovod.engine.agree import (
+    BLOCKED,
+    JOINED,
+    LEAVING,
+    OVERDUE,
+    Asked,
+    Block,
+    Decision,
+    Standing,
+    decide,
+    outside_of_inference,
+    ranks_text,
+)
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
 from hvdtrain.horovod.engine.perform import Performer, Streams
 from hvdtrain.horovod.engine.reduce import finish_inline, stand_in
-from hvdtrain.horovod.engine.requests import Key, Request, Signature
+from hvdtrain.horovod.engine.requests import Key, Request, Settings, Signature
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
 from hvdtrain.horovod.engine.waiting import ANNOUNCE_S, Callers, Waiting, lost_ranks, wait_for, wait_without_word
 

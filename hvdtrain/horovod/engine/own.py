@@ -15,10 +15,9 @@ from hvdtrain.comm.communicator import Communicator, elastic
 from hvdtrain.comm.exchange import Alone, Exchange
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.errors import UserError
-from hvdtrain.horovod.engine.engine import GLOBAL, Settings
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature
 from hvdtrain.horovod.engine.timeline import RANK, Timeline
 from hvdtrain.horovod.engine.waiting import Callers
 

@@ -1,19 +1,19 @@
-"""Reductions over the ranks of a communicator, of every dtype that torch can add up: in collectives, or from the blocks of a round."""
+"""Reductions over ranks, of every dtype that torch can add up, in collectives or from the blocks of a round; and Adasum."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of, point_to_point
-from hvdtrain.horovod.engine.adasum import adasum_
-from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS, Block, Place
+from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, Block, Place
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
-TAG = 22  # of the messages of swap()
+SWAP_TAG = 22  # of the messages of swap()
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
 PIECE_BYTES = 16 << 20  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
@@ -264,8 +264,8 @@ def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Seque
     if not others:
         return
     wire = point_to_point(communicator, f"messages of {name!r}")
-    handles = [wire.start_recv(as_bytes(theirs[other].view(-1)), other, name, TAG) for other in others if theirs[other].numel()]
-    handles += [wire.start_send(as_bytes(mine[other].reshape(-1)), other, name, TAG) for other in others if mine[other].numel()]
+    handles = [wire.start_recv(as_bytes(theirs[other].view(-1)), other, name, SWAP_TAG) for other in others if theirs[other].numel()]
+    handles += [wire.start_send(as_bytes(mine[other].reshape(-1)), other, name, SWAP_TAG) for other in others if mine[other].numel()]
     for handle in handles:
         handle.wait()
 
@@ -277,3 +277,97 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:  # of one number, as of a row of a transposed tensor: any stride is contiguous then
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
+
+
+ADASUM_TAG = 21  # of its messages
+
+
+def adasum_of_two(a: torch.Tensor, b: torch.Tensor, aa: float, bb: float, ab: float) -> torch.Tensor:
+    """Adasum of two vectors (section 3.1: (1 - ab / 2 aa) a + (1 - ab / 2 bb) b), or of a part of each; aa, bb, ab of the whole vectors."""
+    of_a = 1.0 - ab / (2.0 * aa) if aa else 1.0
+    of_b = 1.0 - ab / (2.0 * bb) if bb else 1.0
+    return a * of_a + b * of_b
+
+
+def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
+    """In place, of one vector of each rank, orthogonal ones added, parallel ones averaged (Maleki et al. 2020, arXiv:2006.02924).
+
+    Pairs of ranks, then pairs of pairs (section 4.2: halves of the vector, twice the distance).
+
+    The ranks beyond the largest power of two come first: each adds its vector to that of a rank below. Products are float64.
+    """
+    if communicator.size == 1:
+        return
+    power = 1 << (communicator.size.bit_length() - 1)
+    wire, rank = _Wire(point_to_point(communicator, f"Adasum {name!r}"), name), communicator.rank
+    beyond = communicator.size - power
+    if rank >= power:
+        wire.send(flat, rank - power)
+        flat.copy_(wire.receive(flat, rank - power))
+        return
+    if rank < beyond:
+        other = wire.receive(flat, rank + power)
+        flat.copy_(adasum_of_two(flat, other, *_products(flat, other)))
+    _halve_and_double_(wire, flat, rank, power)
+    if rank < beyond:
+        wire.send(flat, rank + power)
+
+
+def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -> None:
+    part, kept, distance = flat.clone(), [(0, flat.numel())], 1
+    while distance < power:
+        partner, is_lower = rank ^ distance, not rank & distance
+        middle = part.numel() // 2
+        mine, theirs = (part[:middle], part[middle:]) if is_lower else (part[middle:], part[:middle])
+        other = wire.swap(theirs, mine, partner)
+        a, b = (mine, other) if is_lower else (other, mine)
+        products = torch.tensor(_products(a, b), dtype=torch.float64, device="cpu")
+        step = 1
+        while step <= distance:  # over the ranks that have the other parts of these two vectors
+            products += wire.swap(products, products, rank ^ step)
+            step *= 2
+        part = adasum_of_two(a, b, *products.tolist())
+        start, end = kept[-1]
+        kept.append((start, start + middle) if is_lower else (start + middle, end))
+        distance *= 2
+    _spread_(wire, flat, part, kept, rank)
+
+
+def _spread_(wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tuple[int, int]], rank: int) -> None:
+    """The parts of all ranks on every one, the way back. kept: the ranges that this rank has had, the whole first."""
+    start, end = kept[-1]
+    flat[start:end] = part
+    for level in range(len(kept) - 2, -1, -1):
+        (outer_start, outer_end), (start, end) = kept[level], kept[level + 1]
+        missing = flat[end:outer_end] if start == outer_start else flat[outer_start:start]
+        missing.copy_(wire.swap(flat[start:end], missing, rank ^ (1 << level)))
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
+    x, y = a.to(torch.float64), b.to(torch.float64)
+    return float(x @ x), float(y @ y), float(x @ y)
+
+
+class _Wire:
+    """Messages between two ranks, in host memory: engines have none between devices."""
+
+    def __init__(self, communicator: Any, name: str) -> None:
+        self._communicator, self._name = communicator, name
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._communicator.start_send(x.cpu().contiguous(), to, self._name, ADASUM_TAG).wait()
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        found: torch.Tensor = self._communicator.start_recv(_on_host(like), source, self._name, ADASUM_TAG).wait()
+        return found.to(like.device)
+
+    def swap(self, mine: torch.Tensor, like: torch.Tensor, partner: int) -> torch.Tensor:
+        """What the partner sends, a tensor like `like`."""
+        receiving = self._communicator.start_recv(_on_host(like), partner, self._name, ADASUM_TAG)
+        self._communicator.start_send(mine.cpu().contiguous(), partner, self._name, ADASUM_TAG).wait()
+        found: torch.Tensor = receiving.wait()
+        return found.to(like.device)
+
+
+def _on_host(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")

@@ -13,9 +13,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.horovod import GROUPS, connect
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.horovod.engine.engine import GLOBAL
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
 
 # What Horovod does not take, as what it takes: bytes are moved for it, and sums are made in the wider type.
 _MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -18,8 +18,8 @@ from weakref import WeakSet
 
 from hvdtrain.comm.exchange import Exchange
 from hvdtrain.horovod.engine.agree import ranks_text
-from hvdtrain.horovod.engine.engine import Settings
 from hvdtrain.horovod.engine.errors import Stalled
+from hvdtrain.horovod.engine.requests import Settings
 
 SPIN_S = 0.0002  # without a sleep: the others are about to come
 SHARE = (

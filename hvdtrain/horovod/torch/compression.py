@@ -1,5 +1,5 @@
 """Where horovod.torch.compression has what makes gradients smaller on the wire."""
 
-from hvdtrain.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from hvdtrain.horovod.call import Compression, Compressor, FP16Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

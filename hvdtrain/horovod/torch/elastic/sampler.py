@@ -1,5 +1,5 @@
 """Where horovod.torch.elastic.sampler has the sampler."""
 
-from hvdtrain.horovod.sampler import ElasticSampler
+from hvdtrain.horovod.elastic import ElasticSampler
 
 __all__ = ["ElasticSampler"]

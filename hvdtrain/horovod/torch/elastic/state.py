@@ -1,5 +1,5 @@
 """Where horovod.torch.elastic.state has the states."""
 
-from hvdtrain.horovod.state import ObjectState, State, TorchState
+from hvdtrain.horovod.elastic import ObjectState, State, TorchState
 
 __all__ = ["ObjectState", "State", "TorchState"]
