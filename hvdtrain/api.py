@@ -68,7 +68,7 @@ class Run:
         With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average; with
         stop.restore_best those of the last step. Read from `folder` each time. Raises UserError where that has no good checkpoint.
         """
-        from hvdtrain.frameworks.state import plain_names
+        from hvdtrain.frameworks.learner import plain_names
         from hvdtrain.training.checkpoint.resume import newest_good
 
         found, arrays, _ = newest_good(self.folder, sys.maxsize)

@@ -19,8 +19,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.frameworks.learner import Learner, Predictions, global_weight
-from hvdtrain.frameworks.state import check_fit, plain_names
+from hvdtrain.frameworks.learner import Learner, Predictions, check_fit, global_weight, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import ArrayOps, Rule, clip, is_excluded
 from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of

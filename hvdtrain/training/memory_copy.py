@@ -12,8 +12,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, Elastic, point_to_point
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, whole_arrays
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.state import gather_one
+from hvdtrain.frameworks.learner import Learner, gather_one
 from hvdtrain.training.progress.train_state import TrainState
 
 

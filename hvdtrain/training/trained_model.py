@@ -18,8 +18,7 @@ from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, check_numbers
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.state import check_fit
+from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task

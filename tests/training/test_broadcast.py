@@ -18,7 +18,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import ArrayStream, Piece, digest, whole
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.threads import fair_threads
+from hvdtrain.frameworks.learner import fair_threads
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner, build_task
 from hvdtrain.training.replicas.compare import broadcast_state

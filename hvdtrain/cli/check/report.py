@@ -86,7 +86,7 @@ def _row(facts: RankFacts, threads: int) -> tuple[str, ...]:
 
 
 def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
-    """The threads that a rank would compute with, as fair_threads() of frameworks/threads.py chooses them."""
+    """The threads that a rank would compute with, as fair_threads() of frameworks/learner.py chooses them."""
     if (facts["omp_num_threads"] or "").isdecimal():
         return int(facts["omp_num_threads"] or 1)
     sharing = sum((other["host"], other["cores"]) == (facts["host"], facts["cores"]) for other in ranks)

@@ -12,8 +12,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.threads import asked_threads, fair_threads
+from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
 from hvdtrain.tasks.task import Task
 
 

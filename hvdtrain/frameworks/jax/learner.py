@@ -22,8 +22,7 @@ from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
 from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas, Optimizer, Phases
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
 from hvdtrain.frameworks.jax.zero import Zero
-from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, global_weight
-from hvdtrain.frameworks.state import check_fit, gather, plain_names
+from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, check_fit, gather, global_weight, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise import noise_scale_sums

@@ -16,9 +16,8 @@ from hvdtrain.core.arrays import Arrays, Layout
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
-from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.compile import check_compiler

@@ -22,8 +22,7 @@ from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, global_weight
-from hvdtrain.frameworks.state import gather
+from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, gather, global_weight
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.compile import compile_summary
 from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
-from hvdtrain.frameworks.state import Shapes, check_fit
+from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy

@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.state import Shapes, check_fit
+from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import (
     Change,

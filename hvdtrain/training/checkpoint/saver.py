@@ -16,7 +16,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
-from hvdtrain.frameworks.state import plain_names
+from hvdtrain.frameworks.learner import plain_names
 from hvdtrain.training.checkpoint import files, room
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.interval import AutoInterval

@@ -18,8 +18,7 @@ from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.threads import asked_threads, fair_threads
+from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
 from hvdtrain.training.telemetry.gauge import Gauge
 
 NAME = "updates.bin"

@@ -19,8 +19,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import UnderWay
-from hvdtrain.frameworks.state import gather
+from hvdtrain.frameworks.learner import UnderWay, gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.assemble import arrangement_of
