@@ -112,7 +112,7 @@ _NONE = -100  # a target that is not predicted
 
 
 class CutLogits(Protocol):
-    """Logits of which each tensor rank has those of a part of the vocabulary (frameworks/torch/parallel/tensor/split_logits.py)."""
+    """Logits of which each tensor rank has those of a part of the vocabulary (frameworks/torch/parallel/tensor/collectives.py)."""
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
         """Cross entropy of each target, as functional.cross_entropy() with reduction="none"; (n, T)"""

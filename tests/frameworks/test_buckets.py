@@ -11,7 +11,7 @@ from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, Sing
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
+from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
 
 

@@ -15,9 +15,8 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import mlp
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Turn, rows_of_turns, rows_of_updates, turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.dense.turns import Turn, rows_of_turns, rows_of_updates, turn_learning_rate
 
 slow = pytest.mark.slow
 STARTS = [

@@ -15,7 +15,7 @@ from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.norm.ghost import use_norm
+from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.fsdp import REDUCES_UNREACHED
 from hvdtrain.training.build import build_learner
 

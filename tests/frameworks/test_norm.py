@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deinterleave, interleave, use_norm
-from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm
+from hvdtrain.frameworks.torch.norm import GhostBatchNorm, SyncBatchNorm, deinterleave, interleave, use_norm
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as HorovodsNorm
 
 Statistics = Literal["averaged", "sequential"]

@@ -11,8 +11,7 @@ from torch.nn import Parameter
 
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.optim.ops import TorchOps
-from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, make_optimizer, optimizer_state, runs, set_hyper
+from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, TorchOps, make_optimizer, optimizer_state, runs, set_hyper
 from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.lamb import Lamb
 from hvdtrain.optim.larc import Larc

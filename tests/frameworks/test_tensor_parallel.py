@@ -20,9 +20,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, linear, mlp
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Rows, SplitLogits
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of, resolve
-from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits
 
 RANKS = [
     pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow]),

@@ -11,8 +11,7 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import linear
-from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, use_norm
-from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm
+from hvdtrain.frameworks.torch.norm import GhostBatchNorm, SyncBatchNorm, use_norm
 
 
 def tied() -> nn.Module:

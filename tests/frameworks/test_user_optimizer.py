@@ -26,7 +26,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.build import check_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import make_user_optimizer, set_hyper
-from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
+from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -15,8 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from hvdtrain.__main__ import main
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import DONE
-from hvdtrain.frameworks.torch.optim.ops import TorchOps
-from hvdtrain.frameworks.torch.optim.rule_optimizer import average, make_optimizer, set_hyper
+from hvdtrain.frameworks.torch.optim.rule_optimizer import TorchOps, average, make_optimizer, set_hyper
 from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.around import Averaged, averages
 from hvdtrain.optim.rule import ArrayOps

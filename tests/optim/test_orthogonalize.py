@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.frameworks.torch.optim.ops import TorchOps
+from hvdtrain.frameworks.torch.optim.rule_optimizer import TorchOps
 from hvdtrain.optim.rule import ArrayOps
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (4, 6), (4, 3, 2, 1), (8, 2, 1, 2)]  # tall, wide, square, alike, kernels: one alike, one tall

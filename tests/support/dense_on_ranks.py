@@ -15,8 +15,8 @@ from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Ha
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import alexnet, convnet
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
+from hvdtrain.frameworks.torch.parallel.dense.cut import Scheme, turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.dense.turns import Scheme, turn_learning_rate
 
 CLASSES = 10  # which 4 ranks do not divide
 SCHEMES: tuple[Scheme, ...] = ("a", "b", "c")

@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "bucket.fill",
-        f"{PARALLEL}/bucket.py",
+        f"{PARALLEL}/buckets.py",
         "            if p not in self._taken:\n                self.take(p)\n",
         "            pass\n",
         ("tests/frameworks/test_buckets.py",),
@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "horovod.divisor",
-        f"{PARALLEL}/horovod.py",
+        f"{PARALLEL}/by_library.py",
         "named_parameters=named, op=hvd.Sum)",
         "named_parameters=named, op=hvd.Average)",
         ("tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",),

@@ -18,9 +18,9 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm.ghost import use_norm
+from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer
+from hvdtrain.frameworks.torch.parallel.by_library import HorovodOptimizer
 
 SHARES: dict[str, Callable[[int, int], int]] = {  # samples of a rank, from rank and size
     "even": lambda rank, size: 8,

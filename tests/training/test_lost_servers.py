@@ -42,9 +42,9 @@ def test_a_worker_of_a_synchronous_job_is_lost(servers: int, words: str, plan: s
     ("servers", "bound", "words", "plan", "restored"),
     [
         # the others have no ticket any more, and wait at the sync point
-        *[(1, None, "", "3 bucket.py:fill 7 1, 2 bucket.py:fill 15 1", ["servers", "servers"])] * FULL,
+        *[(1, None, "", "3 buckets.py:fill 7 1, 2 buckets.py:fill 15 1", ["servers", "servers"])] * FULL,
         # they have gradients that may not be applied before the lost one's; then another one is lost that has not copied the sync point
-        (1, 2, "servers.correct=delay_compensation", "3 bucket.py:fill 7 1, 2 loop.py:record 2", ["servers", "memory"]),
+        (1, 2, "servers.correct=delay_compensation", "3 buckets.py:fill 7 1, 2 loop.py:record 2", ["servers", "memory"]),
         *[(2, 1, "servers.correct=scale", "2 worker.py:_finish_fetching 3 1", ["servers"])] * FULL,
         # the servers wait for a gradient of 2 MB to each, of which one may have its part
         (2, None, "model.widths=[2000] comm.bucket_mb=1", "3 worker.py:optimizer_step 3", ["servers"]),

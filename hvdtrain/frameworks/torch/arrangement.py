@@ -16,12 +16,12 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
-from hvdtrain.frameworks.torch.compile import compiled
+from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import example, normed_model
-from hvdtrain.frameworks.torch.norm.sync import orders_of_norms
+from hvdtrain.frameworks.torch.norm import orders_of_norms
 from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets, fastest_bucket_bytes
-from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod
+from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.parallel.zero import Zero
@@ -167,8 +167,6 @@ def select_strategy(
     if comm.reduce == "distributed_optimizer" and unfit:
         raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
     if comm.reduce == "ddp":
-        from hvdtrain.frameworks.torch.parallel.ddp import Ddp
-
         return Ddp(named, comm.bucket_mb)
     if communicator.size == 1 and comm.reduce == "auto":
         return Strategy(named)

@@ -19,12 +19,11 @@ from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.assemble import arrangement_of, assemble, make_optimizer
-from hvdtrain.frameworks.torch.compile import check_compiler
-from hvdtrain.frameworks.torch.device import check_shared, keep_freed_memory, pick_device, return_large_memory
+from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_freed_memory, pick_device, return_large_memory
+from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
-from hvdtrain.frameworks.torch.parallel.timed import timed_mesh
+from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
 from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
 from hvdtrain.tasks.task import Task

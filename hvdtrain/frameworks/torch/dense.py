@@ -15,10 +15,10 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
+from hvdtrain.frameworks.torch.parallel.communicators import timed
+from hvdtrain.frameworks.torch.parallel.dense.cut import turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
-from hvdtrain.frameworks.torch.parallel.dense.turns import turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Shard, Strategy, fill_missing
-from hvdtrain.frameworks.torch.parallel.timed import timed
 from hvdtrain.frameworks.torch.step import Passes, Update
 
 

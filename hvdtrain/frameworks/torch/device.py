@@ -1,4 +1,4 @@
-"""The device of a rank, and whether it is another rank's too; the generators that layers draw from; the memory that a CPU rank keeps.
+"""The device of a rank, and whether it is another rank's too; the generators that layers draw from; kept memory; torch.compile.
 
 Freed memory stays with the process: returning it to the system and asking for it again cost a CPU step up to 15,000 page faults. With
 shard.stage=3 large memory does not stay: weights of blocks come and go among activations, and would leave holes between them.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -151,3 +153,34 @@ def return_large_memory() -> bool:
 def _mallopt() -> Any:
     """glibc's; None where the environment has settings of its own, and with another libc."""
     return None if any(name in os.environ for name in SETTINGS_OF_GLIBC) else getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+COMPILERS = ("g++", "clang++", "c++")
+GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes with CUDA graphs
+
+
+def compiled(model: torch.nn.Module, mode: str) -> torch.nn.Module:
+    """The model, which torch.compile turns into kernels at its first call: a minute, once for each shape, kept on disk by torch."""
+    return model if mode == "none" else torch.compile(model, mode=mode)  # type: ignore[return-value]
+
+
+def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
+    """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of this one's."""
+    if mode in GRAPHS and parameters[0].device.type == "cuda":
+        for p in parameters:
+            p.grad = None if p.grad is None else p.grad.clone()
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raises UserError where torch.compile would fail at the first step: it calls a C++ compiler, and on a GPU triton."""
+    if config.speed.compile != "none" and device.type == "cuda" and not importlib.util.find_spec("triton"):
+        raise UserError("torch.compile on a GPU needs triton", config.where("speed.compile"), "pip install triton, or speed.compile=none")
+    chosen = os.environ.get("CXX", "")
+    if config.speed.compile != "none" and not any(shutil.which(name) for name in (chosen, *COMPILERS) if name):
+        what = "torch.compile needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
+        raise UserError(what, config.where("speed.compile"), "install g++, or speed.compile=none")
+
+
+def compile_summary(mode: str) -> str:
+    """For the line that describes the learner."""
+    return "" if mode == "none" else f", compiled ({mode})"

@@ -14,11 +14,11 @@ from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
 from hvdtrain.frameworks.torch.model import checked_model, example
+from hvdtrain.frameworks.torch.parallel.communicators import PlannedCommunicator
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
-from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
 from hvdtrain.tasks.task import Task
 
 _WHOLE = Share(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""TorchLearner: one rank's torch model, and what a step does to it, in order."""
+"""TorchLearner: one rank's torch model, and what a step does to it, in order; how it is assembled from an arrangement."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
+from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, gather, global_weight
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
-from hvdtrain.frameworks.torch.compile import compile_summary
-from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
-from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, first_of
-from hvdtrain.frameworks.torch.inputs import DeviceBatch
+from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.device import compile_summary, describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
+from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, TrainingModel, continue_sequences, first_of
+from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
 from hvdtrain.frameworks.torch.model import first_samples_of
-from hvdtrain.frameworks.torch.norm.buffers import Buffers, copied_buffers
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
-from hvdtrain.frameworks.torch.parallel.strategy import Strategy
-from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
-from hvdtrain.frameworks.torch.precision import Scale
-from hvdtrain.frameworks.torch.sampling import continue_sequences
+from hvdtrain.frameworks.torch.parallel.buffers import Buffers, copied_buffers
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
+from hvdtrain.frameworks.torch.precision import Scale, loss_scale
 from hvdtrain.frameworks.torch.state import LearnerState, averaged
 from hvdtrain.frameworks.torch.step import Meter, NoMeter, Passes, Update, zero_where
 from hvdtrain.frameworks.torch.stopwatch import profile
+from hvdtrain.tasks.task import Place, part_of
 
 
 @dataclass(eq=False)
@@ -257,3 +260,59 @@ class TorchLearner(Learner):
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
         return profile(self.stopwatch, self.device, path)
+
+
+def arrangement_of(config: Config) -> type[Arrangement]:
+    """The one that the configuration asks for; it alone is imported."""
+    if config.shard.stage == 3:
+        from hvdtrain.frameworks.torch.rows import Rows  # half a second
+
+        return Rows
+    if config.parallel.ranks > 1:
+        from hvdtrain.frameworks.torch.layers import Layers  # torch.distributed.pipelining: half a second
+
+        return Layers
+    if config.parallel.dense != "none":
+        from hvdtrain.frameworks.torch.dense import Dense
+
+        return Dense
+    if config.servers.count:
+        from hvdtrain.frameworks.torch.servers import Servers
+
+        return Servers
+    return Arrangement
+
+
+def assemble(arrangement: Arrangement) -> TorchLearner:
+    """The learner of an arrangement, whose model is checked and cut."""
+    making, config, mesh, device = arrangement.making, arrangement.making.config, arrangement.making.mesh, arrangement.making.device
+    task, precision, stopwatch = making.task, making.precision, making.stopwatch
+    assert task is not None, "own_loop/ has a script's own model"
+    model, is_users_class = arrangement.model, plugins.is_dotted(config.model.name)
+    channels_last = use_channels_last(config.speed.channels_last, is_users_class, model, device, arrangement.keeps_memory_order)
+    inputs = Inputs(task, device, precision.weights, channels_last)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    check_patterns(config, {name: tuple(p.shape) for name, p in named})
+    optimizer = make_optimizer(config, named)
+    meter: Meter | NoMeter = NoMeter()
+    if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
+        meter = Meter(parameters, mesh.world)
+    strategy = arrangement.strategy(named, optimizer)
+    body, when_empty = arrangement.body, arrangement.when_empty
+    wrapped = strategy.wrap(TrainingModel(body, when_empty), optimizer)
+    part = part_of(task, "torch", config, Place(precision.weights, device))
+    forward = Forward(wrapped.forward, body, inputs, precision, task, part, make_views(config, task.fields), when_empty)
+    scale = loss_scale(precision, device)
+    passes = arrangement.passes(strategy, config, forward, scale, stopwatch, parameters, meter)
+    return TorchLearner(
+        config, mesh, model, forward, wrapped.optimizer, strategy, passes, scale, meter, stopwatch, orders=arrangement.all_orders
+    )
+
+
+def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
+    """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
+    name, where = config.optim.name, config.where("optim.name")
+    if plugins.is_dotted(name):
+        return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config)
+    return rule_optimizer.make_optimizer(build_rule(config), named, config.optim.exclude == "norms_and_biases")

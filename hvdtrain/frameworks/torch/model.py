@@ -21,9 +21,9 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch.forward import first_of
-from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
-from hvdtrain.frameworks.torch.norm.ghost import use_norm
-from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
+from hvdtrain.frameworks.torch.norm import use_norm
+from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
 from hvdtrain.tasks.user_tasks import Measured, OwnLoss

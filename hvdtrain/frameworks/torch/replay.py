@@ -17,9 +17,8 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
-from hvdtrain.frameworks.torch.assemble import assemble
 from hvdtrain.frameworks.torch.device import pick_device
-from hvdtrain.frameworks.torch.learner import TorchLearner
+from hvdtrain.frameworks.torch.learner import TorchLearner, assemble
 from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server

@@ -15,7 +15,7 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.process_group import CommunicatorGroup, start_process_group
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.deferred import make_deferred
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.fsdp import ShardedModel, device_mesh, shard_model

@@ -14,7 +14,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.compile import keep_gradients
+from hvdtrain.frameworks.torch.device import keep_gradients
 from hvdtrain.frameworks.torch.forward import Evaluated, Forward, Losses
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy

@@ -22,11 +22,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay, gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
-from hvdtrain.frameworks.torch.assemble import arrangement_of
 from hvdtrain.frameworks.torch.build import device_of_rank
-from hvdtrain.frameworks.torch.compile import check_compiler, compile_summary, keep_gradients
-from hvdtrain.frameworks.torch.device import describe_device, dropout_stream, seed_dropout
-from hvdtrain.frameworks.torch.norm.buffers import Buffers
+from hvdtrain.frameworks.torch.device import check_compiler, compile_summary, describe_device, dropout_stream, keep_gradients, seed_dropout
+from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
 from hvdtrain.frameworks.torch.own_loop.prepared import (
     WHERE,
@@ -41,6 +39,7 @@ from hvdtrain.frameworks.torch.own_loop.prepared import (
     precision_of,
     take_optimizer,
 )
+from hvdtrain.frameworks.torch.parallel.buffers import Buffers
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.state import LearnerState
 from hvdtrain.frameworks.torch.step import Update, one_or_nan

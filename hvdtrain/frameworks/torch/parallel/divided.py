@@ -64,7 +64,9 @@ class Divided(Around):
         self.gathers_in_passes = within.gathers_in_passes
         self._copied = [p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1]
         self._summed = [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
-        self.waits_in_passes = within.waits_in_passes or (mesh.tensor.size > 1 and any(p.is_cuda for p in parameters))  # parallel/timed.py
+        self.waits_in_passes = within.waits_in_passes or (
+            mesh.tensor.size > 1 and any(p.is_cuda for p in parameters)
+        )  # parallel/communicators.py
         stages = f"{pipelined.summary}, " if pipelined else ""
         self.summary = f"{mesh.summary()} ranks, {'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
 

@@ -23,12 +23,12 @@ from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel.communicators import Communicating
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
-from hvdtrain.frameworks.torch.parallel.timed import Communicating
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 
 

@@ -7,8 +7,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.bucket import group
-from hvdtrain.frameworks.torch.parallel.buckets import Buckets
+from hvdtrain.frameworks.torch.parallel.buckets import Buckets, group
 from hvdtrain.frameworks.torch.parallel.strategy import (
     Around,
     Held,

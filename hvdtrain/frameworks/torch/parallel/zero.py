@@ -16,9 +16,8 @@ from hvdtrain.comm.communicator import Communicator, Handle, part_of
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.optim.ops import TorchOps
-from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
-from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder, group
+from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, TorchOps
+from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder, group
 from hvdtrain.frameworks.torch.parallel.strategy import (
     Held,
     NamedParameters,

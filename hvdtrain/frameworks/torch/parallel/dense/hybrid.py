@@ -18,8 +18,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Wait
-from hvdtrain.frameworks.torch.parallel.dense.turns import Scheme, Turn, rows_of_turns, rows_of_updates
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Scheme, Turn, Wait, rows_of_turns, rows_of_updates
 from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Shard, Wrapped, fill_missing
 from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 
@@ -248,7 +247,7 @@ class Hybrid(Around):
         others = [(name, p) for name, p in named if p not in self._cuts]
         super().__init__(Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False))
         self._shards = {p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named}
-        self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/timed.py
+        self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/communicators.py
         often = f"; updated {updates} times a step" * (updates > 1)
         self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"
 

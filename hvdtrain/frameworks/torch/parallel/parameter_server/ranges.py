@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of
-from hvdtrain.frameworks.torch.parallel.bucket import group
+from hvdtrain.frameworks.torch.parallel.buckets import group
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Shard, reduction_device
 
 

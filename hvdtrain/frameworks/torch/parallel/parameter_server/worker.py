@@ -13,7 +13,7 @@ from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.bucket import Bucket, InOrder
+from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of

@@ -15,7 +15,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
-from hvdtrain.frameworks.torch.norm.buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import DTYPES, MOST_AXES
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, units_of

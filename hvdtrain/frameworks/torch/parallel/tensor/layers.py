@@ -18,8 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions, copy_to_ranks, sum_over_ranks
-from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions, Rows, SplitLogits, copy_to_ranks, sum_over_ranks
 
 Waiting = Callable[[], torch.Tensor]  # of a collective that was started: waits for its result
 

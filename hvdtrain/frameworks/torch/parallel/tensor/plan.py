@@ -17,7 +17,7 @@ from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions, Rows, SplitLogits, whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     ColumnsLinear,
     OwnPositionsEmbedding,
@@ -25,7 +25,6 @@ from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits, whole_logits
 from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 

@@ -1,17 +1,69 @@
-"""A communicator of ranks that do not exist: what it returns has the right size, and nothing is sent."""
+"""Communicators for a step: one whose waiting counts as the phase "communication", and one of ranks that do not exist, for plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
-from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
+from hvdtrain.comm.communicator import AroundCommunicator, Buffer, Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Coordinates, Mesh, coordinates, mesh_of_layers, one_group
 from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+
+Communicating = Callable[[], AbstractContextManager[None]]
+
+
+def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Communicator:
+    """Its collectives count as the phase "communication" of a step, wherever in a pass they are.
+
+    For tensors in host memory: what a GPU computes is not done when its collective is called.
+    """
+    found: Any = _Timed(communicator, stopwatch.communicating)
+    return found
+
+
+def timed_mesh(mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch) -> Mesh:
+    """The mesh, whose groups that cut layers work in are timed where the host waits in them."""
+    if device.type != "cpu" or not config.parallel.cuts:
+        return mesh
+    return mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
+
+
+class _TimedHandle:
+    def __init__(self, handle: Handle, communicating: Communicating) -> None:
+        self._handle, self._communicating = handle, communicating
+
+    def wait(self) -> Buffer:
+        with self._communicating():
+            return self._handle.wait()
+
+
+class _Timed(AroundCommunicator):
+    """The communicator that it is given, with every wait of a collective timed; not those of the groups of split()."""
+
+    def __init__(self, within: Communicator, communicating: Communicating) -> None:
+        super().__init__(within)
+        self._communicating = communicating
+
+    def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
+        with self._communicating():  # an engine that is not "asynchronous" waits here
+            found = super().pass_on(collective, x, name, *more)
+        return _TimedHandle(found, self._communicating) if collective.startswith("start_") else found
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        with self._communicating():
+            found: list[Any] = self.within.allgather_object(thing)
+        return found
+
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        with self._communicating():
+            return self.within.broadcast_object(thing, root)
 
 
 class PlannedCommunicator(SingleProcessCommunicator):

@@ -1,16 +1,78 @@
-"""comm.reduce=distributed_optimizer: hvd.DistributedOptimizer, and which optimizers Horovod can wrap."""
+"""Gradients that a library reduces: PyTorch with comm.reduce=ddp, Horovod with comm.reduce=distributed_optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy, Wrapped, fill_missing, run_passes
+
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # of torch 2.13
+
+
+class Ddp(Strategy):
+    """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward waits for them."""
+
+    summary = "gradients by DDP"
+    waits_in_passes = True
+
+    def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
+        self._named, self._bucket_mb = named, bucket_mb
+        self._is_called = False  # DDP's module, since the last step: that of inside would reduce nothing
+
+    @property
+    def equal_ranks(self) -> int:
+        return dist.get_world_size()
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        no_buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # sync_buffers() does that
+        # of channels_last gradients, which it copies; once in each process
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        self._ddp = DistributedDataParallel(
+            forward,
+            process_group=dist.new_group(),  # its collectives never wait for those of others, whatever their order
+            bucket_cap_mb=self._bucket_mb,
+            gradient_as_bucket_view=True,
+            **no_buffers,
+        )
+        self._ddp.register_forward_pre_hook(self._note_call)
+        return Wrapped(self._ddp, optimizer)
+
+    def _note_call(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._is_called = self._is_called or torch.is_grad_enabled()
+
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        with contextlib.ExitStack() as no_sync:
+            if len(micro) > 1:
+                no_sync.enter_context(self._ddp.no_sync())
+            return run_passes(micro, divisor, one_pass, before_last=no_sync.close)
+
+    def reduce(self) -> None:
+        """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.
+
+        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the loss is a UserError. So is a script's
+        loop that calls the module which it gave to DDP: each rank would keep its own gradient.
+        """
+        if not self._is_called:
+            what = "the model that was prepared was not called, but the module inside of it: its gradients are not reduced"
+            raise UserError(what, "comm.reduce=ddp", "model, optimizer = ctx.prepare(net, optimizer), and loss of model(x), not of net(x)")
+        self._is_called = False
+        if missing := [name for name, p in self._named if p.grad is None]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(
+                f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto"
+            )
+        torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self.equal_ranks)
 
 
 class HorovodOptimizer(Strategy):

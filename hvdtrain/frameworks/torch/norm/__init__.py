@@ -1,1 +1,0 @@
-"""Batch norm over ghost batches, and over all ranks."""
