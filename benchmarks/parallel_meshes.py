@@ -174,7 +174,7 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
     from hvdtrain.cli.bench.step import OneRank
     from hvdtrain.core.progress import Hyper
     from hvdtrain.frameworks.stopwatch import total
-    from hvdtrain.frameworks.torch.flops import peak_flops, step_flops, synchronizing_stopwatch
+    from hvdtrain.frameworks.torch.step_costs import peak_flops, step_flops, synchronizing_stopwatch
     from hvdtrain.training.build import build_learner
 
     learner: Any = build_learner(config, task, OneRank(communicator))

@@ -11,8 +11,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
-from hvdtrain.recipe.recipe import Recipe, scaling
-from hvdtrain.recipe.schedule import (
+from hvdtrain.recipe.recipe import (
     AtLeast,
     Chain,
     Constant,
@@ -21,9 +20,11 @@ from hvdtrain.recipe.schedule import (
     Exponential,
     PlateauRule,
     Polynomial,
+    Recipe,
     Schedule,
     Steps,
     Warmup,
+    scaling,
 )
 
 

@@ -1,18 +1,23 @@
-"""Recipe: every number of a step as a pure function of progress, and of what evaluations have come to where the schedule asks for it."""
+"""Recipe: every number of a step as a pure function of progress; the schedules of its rate, and what evaluations make of it, in order."""
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from hvdtrain.core.metrics import Better
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.recipe.batch import Growth
 from hvdtrain.recipe.noise import noise_variance
-from hvdtrain.recipe.schedule import Plateau, PlateauRule, Schedule
 
+Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
 Scale = Literal["linear", "sqrt", "none"]
+LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,172 @@ def scaling(scale: Scale, batch: int, base_batch: int) -> float:
     if scale == "none":
         return 1.0
     return batch / base_batch if scale == "linear" else math.sqrt(batch / base_batch)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A schedule with one value at every epoch."""
+
+    value: float
+
+    def __call__(self, epochs: float) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Steps:
+    """`value`, multiplied by gamma at each milestone (epochs, rising): the step that starts at a milestone has the new value."""
+
+    value: float
+    milestones: tuple[float, ...]
+    gamma: float
+
+    def __call__(self, epochs: float) -> float:
+        return self.value * self.gamma ** bisect.bisect_right(self.milestones, epochs)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov, Hutter 2016, arXiv:1608.03983, eq. 5)."""
+
+    value: float
+    end: float
+    begin: float
+    finish: float
+
+    def __call__(self, epochs: float) -> float:
+        done = _fraction(epochs, self.begin, self.finish)
+        return self.end + (self.value - self.end) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """end + (value - end) (1 - done)^power from epoch `begin` to epoch `finish` (You et al. 2017, arXiv:1708.03888, with power 2)."""
+
+    value: float
+    end: float
+    begin: float
+    finish: float
+    power: float
+
+    def __call__(self, epochs: float) -> float:
+        return self.end + (self.value - self.end) * (1 - _fraction(epochs, self.begin, self.finish)) ** self.power
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """value gamma^((epochs - begin) / per): multiplied by gamma every `per` epochs from epoch `begin` on, evenly by step."""
+
+    value: float
+    gamma: float
+    begin: float
+    per: float = 1.0
+
+    def __call__(self, epochs: float) -> float:
+        return float(self.value * self.gamma ** (max(0.0, epochs - self.begin) / self.per))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Schedules one after the other: from starts[i] on, pieces[i]. All of them count epochs from the beginning of the job."""
+
+    starts: tuple[float, ...]
+    pieces: tuple[Schedule, ...]
+
+    def __call__(self, epochs: float) -> float:
+        return self.pieces[max(0, bisect.bisect_right(self.starts, epochs) - 1)](epochs)
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The value of `schedule`, but never less than `least`."""
+
+    least: float
+    schedule: Schedule
+
+    def __call__(self, epochs: float) -> float:
+        return max(self.least, self.schedule(epochs))
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal to `then`.
+
+    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. The first step has `start`; with start 0 it changes no weight and fills the
+    momentum.
+    """
+
+    epochs: float
+    start: float
+    then: Schedule
+
+    def __call__(self, epochs: float) -> float:
+        value = self.then(epochs)
+        return value if epochs >= self.epochs else self.start + (value - self.start) * (epochs / self.epochs)
+
+
+@dataclass(frozen=True)
+class ConstantWarmup:
+    """`start` before `epochs`, from there on equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2, constant warm-up)."""
+
+    epochs: float
+    start: float
+    then: Schedule
+
+    def __call__(self, epochs: float) -> float:
+        return self.then(epochs) if epochs >= self.epochs else self.start
+
+
+def _fraction(epochs: float, begin: float, finish: float) -> float:
+    """The fraction of the way from `begin` to `finish` that is done, 0 to 1."""
+    return min(1.0, max(0.0, (epochs - begin) / (finish - begin)))
+
+
+class Plateau(NamedTuple):
+    """What the evaluations of a job have come to. With the position in the job it is all that the rate of a step depends on."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the rate that the recipe has at a position
+    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
+    cooldown: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations to come that are not counted as bad
+
+
+@dataclass(frozen=True)
+class PlateauRule:
+    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a better one.
+
+    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is gamma, and min_lr recipe.end_lr.
+    """
+
+    peak: float  # the rate after the warm-up
+    begin: float  # epochs done at the end of the warm-up: evaluations before it are not looked at
+    gamma: float
+    patience: int
+    threshold: float
+    is_relative: bool  # threshold_mode=rel
+    cooldown: int
+    least: float  # share of the peak
+
+    def after(self, state: Plateau, epochs: float, value: float, better: Better) -> Plateau:
+        """After an evaluation of this value, at `epochs` epochs done."""
+        if epochs < self.begin:
+            return state
+        share, best, bad, cooldown = state
+        if self._is_better(value, best, better):
+            best, bad = value, 0
+        else:
+            bad += 1
+        if cooldown:
+            cooldown, bad = cooldown - 1, 0
+        if bad > self.patience:
+            lower = max(share * self.gamma, self.least)
+            share = lower if (share - lower) * self.peak > LEAST_CHANGE else share
+            cooldown, bad = self.cooldown, 0
+        return Plateau(share, best, bad, cooldown)
+
+    def _is_better(self, value: float, best: float | None, better: Better) -> bool:
+        if best is None:
+            return not math.isnan(value)
+        sign = 1 if better == "max" else -1
+        least = best * (1 + sign * self.threshold) if self.is_relative else best + sign * self.threshold
+        return value > least if better == "max" else value < least

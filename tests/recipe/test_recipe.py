@@ -16,8 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, resolve_batch_size
 from hvdtrain.recipe.clock import clock, total_epochs, total_samples
-from hvdtrain.recipe.recipe import Recipe, scaling
-from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
+from hvdtrain.recipe.recipe import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Recipe, Steps, Warmup, scaling
 from hvdtrain.recipe.summary import averages_lines, batch_summary, lr_summary, noise_summary
 
 EPS = 1e-9  # epochs before a boundary

@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_freed_memory, pick_device, return_large_memory
 from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
@@ -25,7 +26,6 @@ from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, 
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
-from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 
@@ -39,7 +39,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_compiler(config, device)
     if config.shard.stage or config.parallel.cuts or config.servers.count:
         check_optimizer(config)
-    stopwatch = ReplaceableStopwatch(stopwatch_for(device))
+    stopwatch = ReplaceableStopwatch(step_costs.stopwatch_for(device))
     making = Making(config, task, timed_mesh(make_mesh(communicator, config), config, device, stopwatch), device, precision, stopwatch)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     arrangement = arrangement_of(config)(making)
@@ -103,10 +103,8 @@ def replay(config: Config, task: Task, *job: Any) -> Arrays:
 
 
 def figures() -> Any:
-    """The module that `bench step` counts operations with; other commands do not import it."""
-    from hvdtrain.frameworks.torch import flops
-
-    return flops
+    """The module that `bench step` counts operations with."""
+    return step_costs
 
 
 def footprint(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:

@@ -40,7 +40,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
 from hvdtrain.frameworks.torch.precision import Scale, loss_scale
 from hvdtrain.frameworks.torch.state import LearnerState, averaged
 from hvdtrain.frameworks.torch.step import Meter, NoMeter, Passes, Update, zero_where
-from hvdtrain.frameworks.torch.stopwatch import profile
+from hvdtrain.frameworks.torch.step_costs import profile
 from hvdtrain.tasks.task import Place, part_of
 
 

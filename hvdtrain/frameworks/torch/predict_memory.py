@@ -24,11 +24,10 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.footprint import KINDS, Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.flops import FlopCounter
 from hvdtrain.frameworks.torch.learner import TorchLearner, arrangement_of, assemble
 from hvdtrain.frameworks.torch.parallel.communicators import planned_mesh, timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision
-from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
+from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for
 from hvdtrain.tasks.task import Task
 
 _PASSES = 2  # of a step that has more: the second one adds to the gradients of the first, as all others do

@@ -26,7 +26,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, NO
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.precision import pick_precision
-from hvdtrain.frameworks.torch.stopwatch import stopwatch_for
+from hvdtrain.frameworks.torch.step_costs import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes
