@@ -24,7 +24,7 @@ ALLOWED = {  # the only files that may import these
         "comm/mpi_calls.py",
         "comm/meeting.py",
         "comm/torchdist.py",
-        "comm/group_collectives.py",
+        "comm/torch_groups.py",
         "comm/process_group.py",
         "frameworks/torch/",
         "horovod/",

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.device_memory import Way, Wish, ask, choose, gpu_kind
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.exchange import MpiExchange
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.mpi_calls import MpiCalls
+from hvdtrain.comm.order import CommThread, MpiExchange
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.config.schema import CommConfig

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from hvdtrain.comm import mpi
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, StartedCollectives, check_buffer, part_of, writable
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.gloo import GlooConnections, set_gloo_interface, wait_until_idle
-from hvdtrain.comm.group_collectives import EvenParts, GroupExchange, as_bytes, gather_rows
 from hvdtrain.comm.meeting import Meeting, connect_to_store, not_of_this_job, open_store, own_store, rendezvous_over_mpi, wait_for_all_ranks
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
+from hvdtrain.comm.torch_groups import EvenParts, GlooConnections, GroupExchange, as_bytes, gather_rows, set_gloo_interface, wait_until_idle
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of

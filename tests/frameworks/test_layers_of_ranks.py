@@ -11,7 +11,7 @@ from ranks import FULL, needs_mpirun
 from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hvdtrain.horovod as hvd
-from hvdtrain.comm.exchange import WORDS, Alone, Word
+from hvdtrain.comm.order import WORDS, Alone, Word
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
 from hvdtrain.errors import LOST, STALLED
 from hvdtrain.horovod.engine.errors import Missing, Stalled

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance import allgather, expect, reduce_scatter, sharded
 from strategies_on_ranks import learner, train, weights
 
-from hvdtrain.comm import group_collectives
+from hvdtrain.comm import torch_groups
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.horovod.engine.reduce import scattered_sums
 
@@ -68,7 +68,7 @@ def scattered(communicator: Any) -> tuple[int, str]:
     wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in shapes]
     with (
         _in_one_call(communicator),
-        mock.patch.object(group_collectives, "_reduce_scatter", wraps=group_collectives._reduce_scatter) as calls,
+        mock.patch.object(torch_groups, "_reduce_scatter", wraps=torch_groups._reduce_scatter) as calls,
     ):
         found = scattered_sums(communicator, [whole * (rank + 1) for whole in wholes], "rows")
     total = size * (size + 1) // 2

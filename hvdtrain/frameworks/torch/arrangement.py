@@ -10,7 +10,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT

@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums

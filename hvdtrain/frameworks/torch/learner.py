@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
-from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
+from hvdtrain.comm.order import SameOrder, doing_in, end_step
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece

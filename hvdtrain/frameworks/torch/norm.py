@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.exchange import Exchange
+from hvdtrain.comm.order import CommThread, Exchange
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.errors import LOST, UserError, exit_code_of
 from hvdtrain.horovod.engine.agree import (

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, cast
 import torch
 
 from hvdtrain.comm.communicator import Communicator, elastic
-from hvdtrain.comm.exchange import Alone, Exchange
 from hvdtrain.comm.mesh import split_groups
+from hvdtrain.comm.order import Alone, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane

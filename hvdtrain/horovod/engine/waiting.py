@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NamedTuple
 from weakref import WeakSet
 
-from hvdtrain.comm.exchange import Exchange
+from hvdtrain.comm.order import Exchange
 from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import Stalled
 from hvdtrain.horovod.engine.requests import Settings

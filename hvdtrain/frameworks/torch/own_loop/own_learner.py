@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import doing_in, end_step
+from hvdtrain.comm.order import doing_in, end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError

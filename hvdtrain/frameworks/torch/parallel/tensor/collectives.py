@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvdtrain.comm.communicator import Communicator, part_of
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 
 _PASSES = {"forward": "forward pass", "backward": "backward pass", "again": "gathering for the backward pass"}
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError

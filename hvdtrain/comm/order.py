@@ -1,0 +1,249 @@
+"""The order of collectives: a thread makes those of a rank as they were started; ranks tell and compare what they are about to do."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle
+from hvdtrain.comm.mesh import ranks_summary
+from hvdtrain.errors import UserError
+
+
+class SameOrder:
+    """The ranks of `ranks` call ask() before each collective of a layer, and end() where a pass or a step ends.
+
+    So a rank whose collectives are others, or fewer, finds a question of the others in the place of its own. A question is an allreduce
+    of 16 bytes. With `lags` its answer is read before the next collective: for engines whose collectives the host does not wait for.
+    """
+
+    def __init__(self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False) -> None:
+        """rank: of the job; where, fix: of the error."""
+        self._ranks, self._rank, self._where, self._fix, self._lags = ranks, rank, where, fix, lags
+        self._asked: Question | None = None
+        self._waiting = ""  # in ask()
+        self.at = ""  # what this rank does between questions, for people: "forward pass of blocks.3"
+
+    @property
+    def doing(self) -> str:
+        """From any thread; empty between steps."""
+        return self._waiting or self.at
+
+    def ask(self, doing: str) -> None:
+        """Raises UserError on every rank where another one is not `doing` the same."""
+        if self._ranks.size == 1:
+            return
+        self._answer()
+        self._waiting, code = doing, _code(doing)
+        if self._lags:
+            self._asked = Question(doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max"))
+        else:
+            self._compare(doing, self._ranks.allreduce(np.array([code, -code]), "order", "max"))
+        self._waiting = ""
+
+    def end(self, doing: str) -> None:
+        """Asks as ask() does where no collective follows: the answer is there when it returns."""
+        self.ask(doing)
+        self._answer()
+        self.at = ""
+
+    def _answer(self) -> None:
+        """Reads that of the last question."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._compare(asked.doing, asked.handle.wait())
+
+    def _compare(self, doing: str, largest: np.ndarray) -> None:
+        if largest[0] == -largest[1]:
+            return
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in self._ranks.allgather_object((self._rank, doing)):
+            ranks_of.setdefault(theirs, []).append(rank)
+        each = "; ".join(f"{ranks_summary(ranks)}: {theirs}" for theirs, ranks in ranks_of.items())
+        raise UserError(f"ranks use different layers ({each})", self._where, self._fix)
+
+
+class Question(NamedTuple):
+    """A comparison that is under way."""
+
+    doing: str
+    handle: Handle
+
+
+def end_step(orders: Iterable[SameOrder]) -> None:
+    for order in orders:
+        order.end("end of the step")
+
+
+def doing_in(orders: Iterable[SameOrder]) -> str:
+    """ "forward pass of blocks.3", empty between passes"""
+    return ", ".join(order.doing for order in orders if order.doing)
+
+
+def _code(doing: str) -> int:
+    """At least 0, less than 2^56. Without a cache, of which torch.compile would warn."""
+    return int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "little")
+
+
+class CommThread:
+    """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that starts with the first collective."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Future | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, collective: Callable[[], Buffer]) -> Future:
+        """Queues a call of `collective` behind all that were started before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hvdtrain-comm", daemon=True)
+            self._thread.start()
+        future = Future(collective)
+        self._queue.put(future)
+        return future
+
+    def stop(self) -> None:
+        """Returns once the thread has ended, behind what was started before; nothing is started after. Not on that thread.
+
+        It may be the last to hold tensors: one that lets go of them while the interpreter ends aborts the process.
+        """
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (future := self._queue.get()) is not None:
+            future.run()
+
+
+class Future:
+    """A Handle whose collective is made by another thread."""
+
+    def __init__(self, collective: Callable[[], Buffer]) -> None:
+        self._collective, self._done = collective, threading.Event()
+        self._result: Buffer = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Makes the collective; an exception is raised by wait()."""
+        try:
+            self._result = self._collective()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self) -> Buffer:
+        """The result. Raises what the collective raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+Word = Literal["here", "taken", "given up"]  # of a rank about an exchange: it waits there; it has taken the result; it never will
+WORDS: tuple[Word, ...] = get_args(Word)
+NOTICE, LAST = 1, 2  # tags of messages of MPI
+
+
+class Exchange(Protocol):
+    """Gathers, one after another: each rank starts the next one once the last is done."""
+
+    threads: bool  # whether threads of a process may use their communicators at the same time
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        """block: of the same length and dtype on every rank, unchanged until done(); rows: takes the blocks in rank order."""
+
+    def done(self) -> bool:
+        """Whether every rank has started it. Raises what a collective raises where a rank is lost."""
+
+    def say(self, word: Word) -> None:
+        """Tells the other ranks, of the exchange that this one has started last. They need not be in it."""
+
+    def said(self) -> dict[Word, set[int]]:
+        """The ranks that have said each word of this exchange."""
+
+    def free(self) -> None:
+        """Every rank calls it once, last, when no exchange is under way. A collective."""
+
+
+class Alone:
+    """The exchange of one rank: nothing to wait for."""
+
+    threads = True
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        rows[0] = block
+
+    def done(self) -> bool:
+        return True
+
+    def say(self, word: Word) -> None:
+        pass
+
+    def said(self) -> dict[Word, set[int]]:
+        return {word: set() for word in WORDS}
+
+    def free(self) -> None:
+        pass
+
+
+class MpiExchange:
+    """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds on one host; messages for words."""
+
+    def __init__(self, mpi: Any, ranks: Any) -> None:
+        self._mpi, self._comm, self._notices = mpi, ranks, ranks.Dup()
+        self.threads = bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+        self._request, self._number = None, 0
+        self._sent: list[Any] = []  # requests of notices, with the memory that they use
+        self._said: dict[tuple[int, Word], int] = {}  # rank, word -> the last exchange that it said it of
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        self._number += 1
+        self._request = self._comm.Iallgather(block, rows)
+
+    def done(self) -> bool:
+        assert self._request is not None, "nothing was started"
+        return bool(self._request.Test())
+
+    def say(self, word: Word) -> None:
+        self._receive()
+        self._sent = [(notice, request) for notice, request in self._sent if not request.Test()]
+        notice = np.array([self._number, WORDS.index(word)])
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        self._sent += [(notice, self._notices.Isend(notice, rank, NOTICE)) for rank in others]
+        self._said[self._comm.rank, word] = self._number
+
+    def said(self) -> dict[Word, set[int]]:
+        self._receive()
+        now = [pair for pair, number in self._said.items() if number == self._number]
+        return {word: {rank for rank, other in now if other == word} for word in WORDS}
+
+    def _receive(self) -> None:
+        """Takes what others have sent, which would wait in MPI's memory."""
+        status, notice = self._mpi.Status(), np.zeros(2, np.int64)
+        while self._notices.Iprobe(self._mpi.ANY_SOURCE, NOTICE, status):
+            self._notices.Recv(notice, status.source, NOTICE)
+            self._said[status.source, WORDS[notice[1]]] = int(notice[0])
+
+    def free(self) -> None:
+        """A communicator lives until its last message has come: MPI may give its number to another one."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        number = np.zeros(1, np.int64)
+        sends = [self._notices.Isend(number, rank, LAST) for rank in others]
+        for rank in others:
+            self._notices.Recv(number, rank, LAST)  # behind the notices of this rank
+        self._receive()
+        self._mpi.Request.Waitall([*sends, *(request for _, request in self._sent)])
+        self._sent = []
+        self._comm.Free()
+        self._notices.Free()
+
+    def revoke(self) -> None:
+        """What ranks wait for in it fails on every one."""
+        with contextlib.suppress(self._mpi.Exception):
+            self._comm.Revoke()
