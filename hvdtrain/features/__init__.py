@@ -1,1 +1,1 @@
-"""What a job's features cannot go with, each in a file of its own: data that commands, tests and docs/combinations.md read."""
+"""What the features of a job cannot go with, a file for a section of keys: data that commands, tests and docs/combinations.md read."""
