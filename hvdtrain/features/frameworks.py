@@ -38,7 +38,6 @@ NOT_TORCH: dict[str, Supported] = {
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
     "norm.kind": Supported(("batch",), "sync"),
     "model.classifier_std": Supported((None,), 0.01),
-    "log.samples": Supported((0,), 2, "task.name=language data.name=image_tokens"),
 }
 IN_JAX = NOT_TORCH | {"shard.stage": Supported((2, 1, 0), 3)}
 IN_NUMPY = NOT_TORCH | {
@@ -48,6 +47,7 @@ IN_NUMPY = NOT_TORCH | {
     "model.recompute": Supported(("none",), "all"),
     "speed.device": Supported(("auto", "cpu"), "cuda"),
     "log.noise_scale": Supported((False,), True),
+    "log.samples": Supported((0,), 2, "task.name=language data.name=image_tokens"),
     "profile.steps": Supported((None,), "1:2"),
 }
 

@@ -15,11 +15,13 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
+from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.tasks.task import Task
+
+_SAMPLING = 0x73616D70  # of counters, apart from those of other random numbers
 
 
 class Gpu(NamedTuple):
@@ -58,6 +60,12 @@ class Sampler(Protocol):
         Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those of seed and first + i. before_each()
         is called before each position. Nothing that training uses changes. Raises UserError where the model cannot be read token by token.
         """
+
+
+def sampling_numbers(seed: int, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 (sequences, positions), each from 0 to below 1: what tokens are drawn by, in every framework."""
+    bits = fold(seed, _SAMPLING, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :])
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 class Waited(NamedTuple):

@@ -94,6 +94,26 @@ class JaxRegression:
         return Each(loss, terms)
 
 
+class JaxLanguage:
+    """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
+
+    def __init__(self, ignore: int | None, smoothing: float) -> None:
+        self._ignore, self._smoothing = ignore, smoothing
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        """int32 (n, T)"""
+        return batch["tokens"][:, :-1]
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        targets = batch["tokens"][:, 1:]  # (n, T)
+        log_shares = jax.nn.log_softmax(outputs)
+        loss = -jnp.take_along_axis(log_shares, targets[..., None], 2)[..., 0]
+        if training and self._smoothing:
+            loss = (1.0 - self._smoothing) * loss - self._smoothing * log_shares.mean(2)
+        is_predicted = jnp.ones_like(targets, bool) if self._ignore is None else targets != self._ignore
+        return Each(jnp.where(is_predicted, loss, 0.0).sum(1), {"tokens": is_predicted.sum(1)})
+
+
 class JaxFunctions:
     """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
 

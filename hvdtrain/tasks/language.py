@@ -83,6 +83,11 @@ class Language:
 
         return TorchLanguage(self.ignore, model.label_smoothing)
 
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.jax import JaxLanguage
+
+        return JaxLanguage(self.ignore, model.label_smoothing)
+
 
 def build(name: str, train: Source, val: Source, where: str, users_model: bool = False, *, ignore: int | None = None) -> Language:
     """Windows of tokens; model.label_smoothing applies.

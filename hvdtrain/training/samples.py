@@ -92,7 +92,7 @@ class SampleSeries:
             return
         if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
             what = f"log.samples={self.config.log.samples} draws tokens, and the job has task.name={self.task.name}"
-            raise UserError(what, self.config.where("log.samples"), "task.name=language with framework=torch, or leave it out")
+            raise UserError(what, self.config.where("log.samples"), "task.name=language, or leave it out")
         began_s = time.perf_counter()
         codebook = codebook_of(self.val)
         try:

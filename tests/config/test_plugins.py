@@ -29,7 +29,7 @@ def test_known_names() -> None:
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax"}
     assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}
-    assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet"}
+    assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet", "gpt"}
 
 
 def test_a_long_list_of_known_names_is_cut() -> None:

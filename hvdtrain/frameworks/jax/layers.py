@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,31 @@ def as_it_is(number: int, block: Block) -> Block:
     return block
 
 
-OTHER_NUMBERS = "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed, in the same bounds"
+OTHER_NUMBERS = "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed, by the same law"
 
 
-def with_notes(init: Init, *notes: str) -> Init:
-    """The function that makes a model's parameters, with lines for the header of a job."""
-    init.notes = notes  # type: ignore[attr-defined]
-    return init
+class Reader(Protocol):
+    """What reads tokens a few positions at a time, for sampling."""
+
+    @property
+    def context(self) -> int:
+        """How many positions it can read."""
+
+    def empty_cache(self, sequences: int, dtype: np.dtype) -> Any:
+        """A cache for `context` positions of so many sequences: arrays in a tree."""
+
+    def read(self, params: Params, tokens: jax.Array, cache: Any, first: Any) -> tuple[jax.Array, Any]:
+        """Tokens (n, m) at the positions from `first` on -> logits (n, m, vocabulary), and the cache with them."""
+
+
+class Functions(NamedTuple):
+    """A model: what build() of a plugin returns. A user's own is a pair (init, apply)."""
+
+    init: Init
+    apply: Apply  # what it does in training alone follows from its parameter `key`, None in evaluation
+    notes: tuple[str, ...] = ()  # lines for the header of a job
+    ties: Mapping[str, str] = {}  # further name in a state dict -> the parameter that it is
+    reader: Reader | None = None
 
 
 def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
@@ -49,6 +67,25 @@ def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
 def dense(params: Params, name: str, x: jax.Array) -> jax.Array:
     """(n, inputs) -> (n, outputs)"""
     return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+
+
+def layer_norm(params: Params, name: str, x: jax.Array) -> jax.Array:
+    """(..., width), the numbers of each position by themselves; eps 1e-5."""
+    centred = x - x.mean(-1, keepdims=True)
+    variance = jnp.square(centred).mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-5) * params[f"{name}.weight"] + params[f"{name}.bias"]
+
+
+def dropout(key: jax.Array | None, x: jax.Array, share: float) -> jax.Array:
+    """0 for `share` of the numbers, the others divided by 1 - share; x itself without a key, in evaluation."""
+    if key is None or not share:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1.0 - share, x.shape), x / (1.0 - share), jnp.zeros((), x.dtype))
+
+
+def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
+    """Another key for each part of a model; None without one."""
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def flatten(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -14,19 +14,32 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.core.progress import Hyper
+from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
+from hvdtrain.frameworks.jax.sampling import Decoder
 from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas, Optimizer, Phases
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
 from hvdtrain.frameworks.jax.zero import Zero
-from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, check_fit, gather, global_weight, plain_names
+from hvdtrain.frameworks.learner import (
+    Gpu,
+    Learner,
+    Predictions,
+    check_fit,
+    gather,
+    global_weight,
+    plain_names,
+    sampling_numbers,
+)
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise import noise_scale_sums
 from hvdtrain.tasks.task import Place, Task, part_of
+
+_DROPOUT = 0x64726F70  # of counters, apart from those of other random numbers
 
 
 class JaxLearner(Learner):
@@ -36,7 +49,7 @@ class JaxLearner(Learner):
         self.task, self.communicator, self.target = task, communicator, target
         self.data = self.readers = communicator
         self.model = model._replace(start=[])  # whose memory is free after the first step
-        self.notes = model.notes  # lines for the header
+        self.notes = model.functions.notes  # lines for the header
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
@@ -51,6 +64,8 @@ class JaxLearner(Learner):
         self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
         self.is_sharded = self._strategy.is_sharded
         self.weights = [target.to_device(p) for p in model.start]
+        self._where_model = config.where("model.name")
+        self._decoder: Decoder | None = None  # since tokens were drawn
 
     def cache_on_device(self, source: Source) -> bool:
         return False
@@ -73,8 +88,9 @@ class JaxLearner(Learner):
         divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
         self._phases.begin()
         with self.target.enable_x64():
-            for batch in micro:
-                sums = _add(sums, self._one_pass(batch, divisor), batch.n)
+            for number, batch in enumerate(micro):
+                key = key_data(fold(seed, _DROPOUT, self.communicator.rank, number))
+                sums = _add(sums, self._one_pass(batch, divisor, key), batch.n)
         self.weights, nonfinite, squares = self._strategy.update(self.weights, hyper, seed)
         self._phases.wait_for(self.weights)
         self._phases.enter("")
@@ -84,12 +100,12 @@ class JaxLearner(Learner):
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}
         return self._host_float64(sums | {"nonfinite": nonfinite})
 
-    def _one_pass(self, batch: DeviceBatch, divisor: int) -> Sums:
+    def _one_pass(self, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Sums:
         """The sums of a micro-batch, whose gradient the strategy has after it, and nobody else."""
         if not batch.n:
             self._strategy.add(None)
             return {}
-        gradient, sums = self._gradient(self.weights, batch, divisor)
+        gradient, sums = self._gradient(self.weights, batch, divisor, key)
         self._strategy.add(gradient)
         return sums
 
@@ -117,6 +133,25 @@ class JaxLearner(Learner):
             outputs = np.asarray(self._outputs(self.weights, batch))[: batch.n]
         return Predictions(outputs, self.evaluate(batch))
 
+    def continue_sequences(
+        self,
+        prompts: np.ndarray,
+        length: int,
+        *,
+        tokens: int,
+        temperature: float,
+        seed: int,
+        first: int,
+        before_each: Callable[[], None],
+    ) -> np.ndarray:
+        reader = self.model.functions.reader
+        if reader is None:
+            what = f"{self.model.title} has no reader, by which it would be read token by token"
+            raise UserError(what, self._where_model, "a run with model.name=gpt")
+        self._decoder = self._decoder or Decoder(reader, self.model.tree, self.target)
+        numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
+        return self._decoder.continue_sequences(self.weights, prompts, numbers, tokens, temperature, before_each)
+
     def state(self, *, is_kept: bool = True) -> Arrays:
         return gather(self.communicator, self.pieces(), is_kept=is_kept)
 
@@ -126,7 +161,8 @@ class JaxLearner(Learner):
             yield from (self._strategy.piece(f"s.{name}.{i}", number, array) for i, array in enumerate(state))
 
     def state_dict_names(self) -> dict[str, str]:
-        return plain_names(f"p.{name}" for name in self.model.names)
+        ties = {name: f"p.{of}" for name, of in self.model.functions.ties.items()}
+        return plain_names(f"p.{name}" for name in self.model.names) | ties
 
     def load(self, state: Arrays | ArrayStream) -> None:
         live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)

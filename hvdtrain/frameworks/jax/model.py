@@ -17,7 +17,7 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name
-from hvdtrain.frameworks.jax.layers import Block
+from hvdtrain.frameworks.jax.layers import Block, Functions, Params
 from hvdtrain.tasks.task import Place, Task, part_of, wrong_shapes
 
 
@@ -38,18 +38,24 @@ class Target(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Parameters in one order, and the function of them."""
+    """Parameters in one order, and the functions of them."""
 
     title: str
     names: list[str]  # "fc.weight", of each parameter
     start: list[np.ndarray]
     structure: Any  # of the user's own tree of parameters
-    apply: Callable[[Any, jax.Array], jax.Array]
-    notes: tuple[str, ...] = ()  # lines for the header
+    functions: Functions
 
-    def outputs(self, weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        """x (n, ...), as the task prepares it -> (n, ...)"""
-        return self.apply(jax.tree_util.tree_unflatten(self.structure, weights), x)
+    def outputs(self, weights: list[jax.Array], x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """x (n, ...), as the task prepares it -> (n, ...). key: in training, for a function that has a parameter `key`."""
+        apply = self.functions.apply
+        more = {"key": key} if "key" in inspect.signature(apply).parameters else {}
+        return apply(self.tree(weights), x, **more)
+
+    def tree(self, weights: list[jax.Array]) -> Params:
+        """The parameters as init() gave them."""
+        params: Params = jax.tree_util.tree_unflatten(self.structure, weights)
+        return params
 
 
 def key_data(seed: int) -> np.ndarray:
@@ -64,25 +70,26 @@ def key_of(data: Any) -> jax.Array:
 def build_model(config: Config, task: Task, target: Target) -> Model:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
     name, where = config.model.name, config.where("model.name")
-    init, apply = _functions(config, task)
+    functions = _functions(config, task)
     with target.enable_x64(), jax.default_device(target.device):
-        paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
+        paths, structure = jax.tree_util.tree_flatten_with_path(functions.init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
-        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, apply, getattr(init, "notes", ()))
+        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, functions)
         _check_outputs(model, config, task, target)
     return model
 
 
-def _functions(config: Config, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(init, apply) of a plugin by name, or of the user's own function."""
+def _functions(config: Config, task: Task) -> Functions:
+    """The functions of a plugin by name, or the user's own pair."""
     name, where = config.model.name, config.where("model.name")
     model = by_name.build_model(config, task, "frameworks/jax/models")
-    if not (isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])):
+    is_pair = isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])
+    if not isinstance(model, Functions) and not is_pair:
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
-    init, apply = model
-    return init, with_recompute(apply, name, config.model.recompute, config.where("model.recompute"))
+    functions = Functions(*model)
+    return functions._replace(apply=with_recompute(functions.apply, name, config.model.recompute, config.where("model.recompute")))
 
 
 def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:
@@ -132,7 +139,7 @@ def with_recompute(apply: Callable[..., Any], name: str, which: Literal["none", 
         return apply
     if "wrap" not in inspect.signature(apply).parameters:
         what = f"model.recompute={which} computes blocks again; the function of model.name={name} has no parameter `wrap` for them"
-        raise UserError(what, where, "model.recompute=none, or a model that has blocks: mlp, convnet")
+        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, mlp, convnet")
     every = 1 if which == "all" else which
     return functools.partial(apply, wrap=functools.partial(_wrap, every))
 

@@ -48,24 +48,24 @@ class Formulas:
         outputs: jax.Array = self.views.mean(batch.arrays, lambda arrays: self._outputs(weights, arrays), jnp)
         return outputs
 
-    def gradient(self, weights: Weights, batch: DeviceBatch, divisor: int) -> tuple[jax.Array, Sums]:
-        """The gradients of all parameters in one row, of the sum of losses over `divisor`; and the sums.
+    def gradient(self, weights: Weights, batch: DeviceBatch, divisor: int, key: Any) -> tuple[jax.Array, Sums]:
+        """The gradients of all parameters in one row, of the sum of losses over `divisor`; and the sums. key: the data of one, for dropout.
 
         The row is NaN where the loss is not finite: the reduction brings that to every rank.
         """
         sample_weights = batch.arrays["w"]
 
         def mean(weights: Weights) -> tuple[jax.Array, Each]:
-            each = self.part.each(self._outputs(weights, batch.arrays), batch.arrays, True)
+            each = self.part.each(self._outputs(weights, batch.arrays, key_of(key)), batch.arrays, True)
             return (each.loss * sample_weights).sum() / divisor, each  # a sum over ranks is the mean over the global batch
 
         gradients, each = jax.grad(mean, has_aux=True)(weights)
         row, sums = jnp.concatenate([g.ravel() for g in gradients]), _sums(each, batch.n)
         return jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums
 
-    def _outputs(self, weights: Weights, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    def _outputs(self, weights: Weights, arrays: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
         """Outputs for each row as it is."""
-        return self.model.outputs(weights, self.part.inputs(arrays))
+        return self.model.outputs(weights, self.part.inputs(arrays), key)
 
 
 def _sums(each: Each, samples: Any) -> Sums:

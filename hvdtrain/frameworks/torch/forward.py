@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hvdtrain.core.metrics import Sums, zero_sums
-from hvdtrain.core.progress import fold
 from hvdtrain.data.images.views import Views
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import sampling_numbers
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import SplitLogits, whole_logits
@@ -163,9 +163,6 @@ class Forward:
         return Losses((each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum(), sums)
 
 
-_STREAM = 0x73616D70  # of counters, apart from those of other random numbers
-
-
 class Decoder(Protocol):
     """A model that can read a sequence a few positions at a time, as models/gpt.py."""
 
@@ -199,7 +196,7 @@ def continue_sequences(
     """
     n = len(prompts)
     found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
-    numbers = torch.from_numpy(_uniform(seed, first + np.arange(n), np.arange(length))).to(prompts.device)  # (n, length)
+    numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(prompts.device)  # (n, length)
     cache, begin, read = model.empty_cache(), 0, 0  # the cache has positions begin ... read - 1
     for at in range(prompts.shape[1], length):
         before_each()
@@ -221,9 +218,3 @@ def _draw(logits: torch.Tensor, temperature: float, numbers: torch.Tensor) -> to
     cumulative = (logits / temperature).softmax(1).cumsum(1)
     drawn = torch.searchsorted(cumulative, (numbers * cumulative[:, -1])[:, None], right=True)[:, 0]
     return drawn.clamp(max=logits.shape[1] - 1)
-
-
-def _uniform(seed: int, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 (sequences, positions), each from 0 to below 1."""
-    bits = fold(seed, _STREAM, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :])
-    return (bits >> np.uint64(11)) * 2.0**-53

@@ -8,14 +8,12 @@ import itertools
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Apply, Init, Params, Wrap, as_it_is, convolve, dense, start, with_notes
+from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Functions, Params, Wrap, as_it_is, convolve, dense, start
 
 _NO_NORM = "convnet has no batch norm in JAX (model.norm=false); framework=torch has one after each convolution, unless model.norm=false"
 
 
-def build(
-    name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64), norm: bool = False
-) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64), norm: bool = False) -> Functions:
     """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
 
     widths: channels of each convolution
@@ -42,7 +40,7 @@ def build(
             x = wrap(number, functools.partial(_convolution, layer))(params, x)  # (n, ceil(H / 2), ceil(W / 2), width)
         return dense(params, "fc", x.mean((1, 2)))
 
-    return with_notes(init, _NO_NORM, OTHER_NUMBERS), apply
+    return Functions(init, apply, (_NO_NORM, OTHER_NUMBERS))
 
 
 def _convolution(layer: str, params: Params, x: jax.Array) -> jax.Array:

@@ -7,10 +7,10 @@ import math
 import jax
 import numpy as np
 
-from hvdtrain.frameworks.jax.layers import Apply, Init, Params, dense, flatten
+from hvdtrain.frameworks.jax.layers import Functions, Params, dense, flatten
 
 
-def build(name: str, shape: tuple[int, ...], outputs: int) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, ...], outputs: int) -> Functions:
     """It has no options."""
 
     def init(key: jax.Array) -> Params:
@@ -19,4 +19,4 @@ def build(name: str, shape: tuple[int, ...], outputs: int) -> tuple[Init, Apply]
     def apply(params: Params, x: jax.Array) -> jax.Array:
         return dense(params, "fc", flatten(x))
 
-    return init, apply
+    return Functions(init, apply)

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron with ReLU: the one of models/mlp.py, without dropout."""
+"""A multi-layer perceptron with ReLU: the one of frameworks/torch/models/mlp.py."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ import math
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Apply, Init, Params, Wrap, as_it_is, dense, flatten, start, with_notes
+from hvdtrain.frameworks.jax.layers import (
+    OTHER_NUMBERS,
+    Functions,
+    Params,
+    Wrap,
+    as_it_is,
+    dense,
+    dropout,
+    flatten,
+    key_for,
+    start,
+)
 
 
-def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,)) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> Functions:
     """Images flattened, hidden layers, logits.
 
     widths: neurons of each hidden layer
+    dropout: share of hidden activations dropped in training, 0 to 1
 
-    Raises UserError for widths below 1.
+    Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
-    if min(widths, default=1) < 1:
-        raise UserError(f"widths {widths} make no network", "model.widths", "widths of 1 or more")
+    if min(widths, default=1) < 1 or not 0 <= dropout < 1:
+        what, where = f"widths {widths} with dropout {dropout} make no network", "model.widths, model.dropout"
+        raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
     hidden = [f"fc{i}" for i in range(1, len(widths) + 1)]
     sizes = itertools.pairwise((math.prod(shape), *widths, outputs))
     shapes: dict[str, tuple[int, ...]] = {
@@ -30,14 +43,14 @@ def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int,
     def init(key: jax.Array) -> Params:
         return start(key, shapes)
 
-    def apply(params: Params, x: jax.Array, wrap: Wrap = as_it_is) -> jax.Array:
+    def apply(params: Params, x: jax.Array, wrap: Wrap = as_it_is, key: jax.Array | None = None) -> jax.Array:
         x = flatten(x)
         for number, layer in enumerate(hidden):
-            x = wrap(number, functools.partial(_hidden, layer))(params, x)
+            x = wrap(number, functools.partial(_hidden, layer, dropout, key_for(key, number)))(params, x)
         return dense(params, "head", x)
 
-    return with_notes(init, OTHER_NUMBERS), apply
+    return Functions(init, apply, (OTHER_NUMBERS,))
 
 
-def _hidden(layer: str, params: Params, x: jax.Array) -> jax.Array:
-    return jax.nn.relu(dense(params, layer, x))
+def _hidden(layer: str, share: float, key: jax.Array | None, params: Params, x: jax.Array) -> jax.Array:
+    return dropout(key, jax.nn.relu(dense(params, layer, x)), share)

@@ -1,0 +1,67 @@
+"""Sequences drawn token by token from a JAX model that keeps what it has read in a cache; the tokens that torch draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hvdtrain.frameworks.jax.layers import Params, Reader
+from hvdtrain.frameworks.jax.model import Target
+
+
+class Decoder:
+    """Reads with a model's Reader: compiled once for each number of sequences, and of positions that are read together."""
+
+    def __init__(self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: Target) -> None:
+        """tree: the parameters of a list of weights."""
+        self._reader, self._target = reader, target
+
+        def last(weights: list[jax.Array], tokens: jax.Array, cache: Any, first: Any) -> tuple[jax.Array, Any]:
+            logits, cache = reader.read(tree(weights), tokens, cache, first)
+            return logits[:, -1], cache
+
+        self._last = jax.jit(last, donate_argnums=2)
+
+    def continue_sequences(
+        self,
+        weights: list[jax.Array],
+        prompts: np.ndarray,
+        numbers: np.ndarray,
+        tokens: int,
+        temperature: float,
+        before_each: Callable[[], None],
+    ) -> np.ndarray:
+        """Prompts, int64 (n, m), continued to int64 (n, length), as Sampler.continue_sequences() says; numbers: (n, length)."""
+        (n, at_first), length, context = prompts.shape, numbers.shape[1], self._reader.context
+        found = np.concatenate([prompts, np.zeros((n, length - at_first), np.int64)], 1)
+        begin = read = 0  # the cache has positions begin ... read - 1
+        cache = None
+        for at in range(at_first, length):
+            before_each()
+            if not n:  # other ranks have the sequences
+                continue
+            if at - begin > context:  # the second half of the context is read again
+                begin = read = at - max(1, context // 2)
+                cache = None
+            with self._target.enable_x64():
+                cache = self._empty_cache(n) if cache is None else cache
+                logits, cache = self._last(weights, found[:, read:at].astype(np.int32), cache, np.int32(read - begin))
+            read = at
+            found[:, at] = draw(np.asarray(logits, np.float64)[:, :tokens], temperature, numbers[:, at])
+        return found
+
+    def _empty_cache(self, sequences: int) -> Any:
+        return jax.tree.map(self._target.to_device, self._reader.empty_cache(sequences, self._target.dtype))
+
+
+def draw(logits: np.ndarray, temperature: float, numbers: np.ndarray) -> np.ndarray:
+    """(n,) by inversion of the cumulative distribution; the most probable with temperature 0."""
+    if temperature == 0:
+        return logits.argmax(1)
+    scaled = logits / temperature
+    cumulative = np.exp(scaled - scaled.max(1, keepdims=True)).cumsum(1)
+    drawn = (cumulative <= (numbers * cumulative[:, -1])[:, None]).sum(1)
+    return np.minimum(drawn, logits.shape[1] - 1)
