@@ -143,9 +143,10 @@ def ccl_built() -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
-    """Nothing for "horovod.torch", which needs no extension here. Raises ImportError for that of another framework."""
-    if ext_name not in ("horovod.torch", "hvdtrain.horovod", "hvdtrain.horovod.torch"):
-        raise ImportError(f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch")
+    """Nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here. Raises ImportError for others."""
+    known = ("horovod", "horovod.torch", "horovod.tensorflow")
+    if ext_name.removeprefix("hvdtrain.") not in known or ext_name == "horovod":
+        raise ImportError(f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch, TensorFlow and Keras")
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

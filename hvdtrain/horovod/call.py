@@ -1,4 +1,4 @@
-"""A call from its beginning to its result: tensors of torch, NumPy and JAX, operations by name, request and wait; casts for the wire."""
+"""A call from its beginning to its result: tensors of several libraries, operations by name, request and wait; casts for the wire."""
 
 from __future__ import annotations
 
@@ -147,7 +147,20 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
         if in_place:
             raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
         return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
-    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, "a tensor of torch, an array of NumPy or JAX")
+    if (tf := sys.modules.get("tensorflow")) is not None and isinstance(x, (tf.Tensor, tf.Variable)):
+        return _of_tensorflow(tf, x, where, in_place)
+    if (keras := sys.modules.get("keras")) is not None and isinstance(x, keras.Variable):
+        return as_torch(x.value, where, in_place=in_place)
+    fix = "a tensor of torch or TensorFlow, an array of NumPy or JAX"
+    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, fix)
+
+
+def _of_tensorflow(tf: Any, x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
+    if in_place:
+        raise BadCall("a tensor of TensorFlow does not change", where, "the call without _, which returns a new one")
+    if not tf.executing_eagerly():
+        raise BadCall("a tensor in a function that TensorFlow compiles", where, "import hvdtrain.horovod.tensorflow as hvd")
+    return _of_array(np.asarray(x.numpy()), where), lambda tensor: tf.convert_to_tensor(_to_numpy(tensor))
 
 
 def is_target(x: Any, tensor: torch.Tensor) -> bool:

@@ -62,10 +62,11 @@ def test_modules_inside_are_attributes(package: str) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_extensions_of_torch_are_there() -> None:
+def test_extensions_that_are_not_needed_are_there() -> None:
     hvd.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
-    with pytest.raises(ImportError, match="Extension horovod.tensorflow has not been built"):
-        hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")
+    hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")
+    with pytest.raises(ImportError, match="Extension horovod.mxnet has not been built"):
+        hvd.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
 
 
 def test_a_name_that_is_not_built_says_so() -> None:
@@ -73,10 +74,16 @@ def test_a_name_that_is_not_built_says_so() -> None:
         hvd.run  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["keras", "tensorflow"])
-def test_other_frameworks_say_what_to_use(module: str) -> None:
-    with pytest.raises(ImportError, match=f"hvdtrain.horovod.{module} is not built\n  fix: .*import hvdtrain.horovod as hvd"):
-        importlib.import_module(f"hvdtrain.horovod.{module}")
+@pytest.mark.parametrize(("module", "package"), [("keras", "keras"), ("tensorflow", "tensorflow"), ("tensorflow.keras", "tensorflow")])
+def test_a_framework_that_is_not_installed_is_named_with_the_line_to_type(module: str, package: str) -> None:
+    result = ranks.python(["-c", f"import sys; sys.modules['{package}'] = None; import hvdtrain.horovod.{module}"])
+    assert result.returncode != 0
+    assert f"needs {'Keras 3' if package == 'keras' else 'TensorFlow'}\n  fix: pip install 'hvdtrain[{package}]'" in result.stderr
+
+
+def test_mxnet_is_refused_with_the_reason() -> None:
+    with pytest.raises(ImportError, match="hvdtrain.horovod.mxnet is not built: Apache MXNet was retired in 2023\n  fix: "):
+        importlib.import_module("hvdtrain.horovod.mxnet")
 
 
 def test_calls_before_init_say_so() -> None:

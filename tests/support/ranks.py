@@ -48,6 +48,8 @@ needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on th
 needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"), reason="Horovod is not installed: python -m hvdtrain.cli.horovod"
 )
+needs_keras = pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="Keras is not installed: make test-keras")
+needs_tensorflow = pytest.mark.skipif(not importlib.util.find_spec("tensorflow"), reason="TensorFlow is not installed: make test-keras")
 ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
 
 

@@ -37,6 +37,7 @@ _FIX_LATE = (
 )
 POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
 _PAUSE_S = 1.0  # a longer one between two of them is work of its own
+_COMPILERS = ("tensorflow", "jax", "jaxlib")  # which run a compiled function, and what it calls, on threads of their own
 _POOL_WORKER = concurrent.futures.thread._worker.__code__  # innermost only while the thread waits for work
 _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of a semaphore
 
@@ -147,10 +148,18 @@ class Polling(NamedTuple):
     last_s: float
 
 
+class Stay(NamedTuple):
+    """The place of a thread in its program, where it was found again and again."""
+
+    place: tuple[int, int]  # frame, instruction
+    first_s: float
+
+
 class Callers:
     """Threads that call one engine. A waiting thread waits in one place: a process set's lane."""
 
     def __init__(self) -> None:
+        self._stays: dict[int, Stay] = {}
         self._known = WeakSet[threading.Thread]()  # that have asked for something; a thread's number may become that of another one
         self._waiting: dict[int, object] = {}  # thread -> where it waits
         self._polling: dict[int, Polling] = {}
@@ -177,12 +186,16 @@ class Callers:
         """Whether every thread that may ask for something waits at `place`, or has done nothing but poll there for POLLING_S.
 
         One may that has asked before, or that is no daemon: those of libraries are, and call nothing here. Threads that Python has not
-        started are those of autograd, which ask within a backward() that another thread waits for. The idle thread of a pool may not,
-        and one that has never asked may not while it waits without a limit for what other threads put or set.
+        started are those of autograd, which ask within a backward() that another thread waits for, and those that run a function which
+        TensorFlow or JAX has compiled: where one of them waits, so does the thread that has called the function. The idle thread of a pool
+        may not, and one that has never asked may not while it waits without a limit for what other threads put or set.
         """
         frames = sys._current_frames()
         return all(
-            self._waiting.get(ident) is place or self._only_polls(ident, place) or self._is_idle(thread, frames.get(ident))
+            self._waiting.get(ident) is place
+            or self._only_polls(ident, place)
+            or self._is_idle(thread, frames.get(ident))
+            or self._is_within_compiled(ident, frames.get(ident))
             for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread) and (not thread.daemon or thread in self._known)
             for ident in [thread.ident or 0]
@@ -198,6 +211,20 @@ class Callers:
         if frame.f_code is not _WAIT or thread in self._known or thread is threading.main_thread():
             return False
         return found["timeout"] is None and found.get("waiter") in found["self"]._waiters  # which lacks it once it is woken
+
+    def _is_within_compiled(self, thread: int, frame: FrameType | None) -> bool:
+        """Whether it stays in one place of a library that compiles, while a thread that Python has not started waits for ranks."""
+        started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+        library = str(frame.f_globals.get("__name__")).partition(".")[0] if frame is not None else ""
+        if frame is None or library not in _COMPILERS or thread in self._waiting or started.issuperset(self._waiting):
+            self._stays.pop(thread, None)
+            return False
+        now, place = time.monotonic(), (id(frame), frame.f_lasti)
+        known = self._stays.get(thread)
+        if known is None or known.place != place:
+            self._stays[thread] = Stay(place, now)
+            return False
+        return now - known.first_s > _PAUSE_S
 
     def _only_polls(self, thread: int, place: object) -> bool:
         found = self._polling.get(thread)

@@ -1,0 +1,72 @@
+"""The calls of horovod.keras: on arrays and on tensors of Keras' backend, also inside of a train_step() that is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.horovod import basics
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
+from hvdtrain.horovod.call import Average, Compression, Compressor, given_op
+from hvdtrain.horovod.traced import collectives
+from hvdtrain.horovod.traced.on_host import give_jax_two_threads
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Connects the ranks that a launcher has started, as hvdtrain.horovod.init() does."""
+    if keras.backend.backend() == "jax":
+        give_jax_two_threads()
+    basics.init(comm, process_sets)
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: type[Compressor] = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a former name of it."""
+    (found,) = collectives.allreduce(
+        [value],
+        given_op(op, average),
+        name=name,
+        compression=compression,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+    )
+    return found
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The values of all ranks along axis 0, whose lengths may differ, but not inside of a function that JAX compiles."""
+    return collectives.allgather([value], name=name, process_set=process_set)[0]
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The value of rank `root_rank`."""
+    return collectives.broadcast(value, root_rank, name=name, process_set=process_set)
+
+
+def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
+    return collectives.alltoall(value, splits, name=name, process_set=process_set)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """This rank's rows of the reduction over ranks."""
+    factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return collectives.reducescatter([value], op, name=name, process_set=process_set, **factors)[0]

@@ -1,0 +1,88 @@
+"""How the gradients of a model are combined over ranks: those of Keras' optimizers and of TensorFlow's tapes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.horovod.basics import ProcessSet
+from hvdtrain.horovod.call import Average, Compressor, Sum
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.traced.collectives import allgather, allreduce
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum is divided by size / predivide."""
+
+    name: str
+    where: str  # in error messages
+    compression: type[Compressor]
+    op: int
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    def __post_init__(self) -> None:
+        """Raises BadCall for what has no meaning."""
+        if self.op not in (Average, Sum):
+            raise BadCall(f"op={self.op!r}: gradients are averaged or summed here", self.where, "op=hvd.Average or hvd.Sum")
+        if self.predivide != 1.0 and self.op != Average:
+            raise BadCall("gradient_predivide_factor not supported with op != Average", self.where, "op=hvd.Average")
+
+    def reduce(self, grads: Sequence[Any]) -> list[Any]:
+        """The gradients of all ranks, where there are any: dense ones as one request, slices of TensorFlow by gathers."""
+        found = list(grads)
+        if JOB.engine.size == 1 or not self.process_set.included():
+            return found
+        if self.sparse_as_dense:
+            found = [_tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found]
+        sparse = [place for place, grad in enumerate(found) if _is_sparse(grad)]
+        dense = [place for place, grad in enumerate(found) if grad is not None and place not in sparse]
+        if dense:
+            for place, grad in zip(dense, self._reduce_dense([found[place] for place in dense]), strict=True):
+                found[place] = grad
+        for place in sparse:
+            found[place] = reduce_slices(found[place], self.op, name=f"{self.name} {place}", process_set=self.process_set)
+        return found
+
+    def _reduce_dense(self, grads: list[Any]) -> list[Any]:
+        return allreduce(
+            grads,
+            self.op,
+            name=self.name,
+            compression=self.compression,
+            prescale=1.0 / self.predivide,
+            postscale=self.predivide,
+            process_set=self.process_set,
+        )
+
+
+def reduce_slices(slices: Any, op: int, *, name: str | None, process_set: ProcessSet) -> Any:
+    """The sum or average of tf.IndexedSlices: those of all ranks behind each other, as slices of one batch are."""
+    names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
+    (values,) = allgather([slices.values], name=names[0], process_set=process_set)
+    (indices,) = allgather([slices.indices], name=names[1], process_set=process_set)
+    if op == Average:
+        values = values / (process_set.size() or 1)
+    return _tensorflow().IndexedSlices(values, indices, slices.dense_shape)
+
+
+def refuse_placements(where: str, **arguments: Any) -> None:
+    """Raises BadCall for arguments of Horovod's that say where or in which groups tensors are reduced: they would do nothing here."""
+    for name, value in arguments.items():
+        if value:
+            what = f"{name}={value!r:.60} has no meaning: tensors are reduced in host memory, all gradients as one group"
+            raise BadCall(what, where, f"the call without {name}")
+
+
+def _is_sparse(grad: Any) -> bool:
+    tf = _tensorflow()
+    return tf is not None and isinstance(grad, tf.IndexedSlices)
+
+
+def _tensorflow() -> Any:
+    return sys.modules.get("tensorflow")

@@ -1,0 +1,38 @@
+"""Variables of Keras and TensorFlow with the values that they have on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
+from hvdtrain.horovod.call import synchronize
+from hvdtrain.horovod.collectives import broadcast_async
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.traced.on_host import on_host, value_of
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = True
+) -> None:
+    """Each variable gets the value that it has on rank `root_rank`.
+
+    Every rank gives as many variables, of the same shapes and dtypes, in one order. inplace: changes nothing, as all are.
+    """
+    found = list(variables)
+    if JOB.engine.size == 1 or not found:
+        return
+
+    def send(values: list[Any]) -> list[Any]:
+        handles = [
+            broadcast_async(value, root_rank, f"variable {number} {_name_of(variable)}", process_set)
+            for number, (variable, value) in enumerate(zip(found, values, strict=True))
+        ]
+        return [synchronize(handle) for handle in handles]
+
+    for variable, value in zip(found, on_host(send, [value_of(variable) for variable in found]), strict=True):
+        variable.assign(value)
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))

@@ -1,0 +1,48 @@
+"""hvdtrain.horovod.keras and .tensorflow: training on ranks beside one process, on each backend; skipped where they are not installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+from ranks import needs_keras, needs_mpirun, needs_tensorflow
+
+BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
+
+
+def environment(backend: str) -> dict[str, str]:
+    return {"KERAS_BACKEND": backend, "JAX_ENABLE_X64": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@needs_keras
+@needs_mpirun
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_check_of_keras_passes(backend: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = ranks.mpirun(2, ["tests/support/keras_on_ranks.py", str(out)], env=environment(backend))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
+
+
+UNEVEN = """
+import keras, numpy as np, hvdtrain.horovod.keras as hvd
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, name="sgd")), loss="mse")
+rows = 8 + 4 * hvd.rank()
+model.fit(np.ones((rows, 3)), np.ones((rows, 1)), batch_size=4, verbose=0)
+print("done", hvd.rank(), flush=True)
+"""
+
+
+@needs_keras
+@needs_mpirun
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_ends_before_the_batches_of_another_is_named(backend: str) -> None:
+    result = ranks.mpirun(2, ["-c", UNEVEN], env=environment(backend))
+    assert result.returncode != 0 and result.stdout.split() == ["done", "0"]
+    assert "rank 0 ended without it; rank 1 asked for it" in result.stderr, result.stderr
+    assert "where: allreduce 'gradients of sgd'" in result.stderr, result.stderr
+    assert result.seconds < 200
