@@ -1,4 +1,4 @@
-# make train | horovod | wheelhouse | check | test | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -61,7 +61,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod wheelhouse test test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
@@ -82,6 +82,10 @@ test: $(VENV)/.test $(HOROVOD)  ## the fast tests, but for those of `make check`
 test-torch:  ## check and the fast tests with another torch, in an environment of its own: make test-torch TORCH=2.9.1
 	$(if $(TORCH),,$(error which torch? make test-torch TORCH=2.9.1))
 	$(MAKE) VENV=.venv-torch-$(TORCH) check test
+
+# Not in the environment itself: 1.5 GB, and packages that find TensorFlow import it.
+test-keras: $(VENV)/keras/.ready  ## Keras on torch, JAX and TensorFlow, which are installed beside the environment
+	PYTHONPATH="$$(echo $(abspath $(VENV))/keras/lib/python3*/site-packages)" $(PY) -m pytest $(call workers,2) tests/horovod_api/test_keras.py $(ARGS)
 
 test-slow: $(VENV)/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
 	$(call tests,3,slow and not faults and not cluster and not gpu)
@@ -139,6 +143,12 @@ $(VENV)/.ready-with-site-mpi$(OF_TORCH): $(VENV)/.python install.py setup.cfg py
 
 $(VENV)/.test: $(READY)
 	$(INSTALL) --extras test
+	touch $@
+
+$(VENV)/keras/.ready: $(VENV)/.test
+	$(PY) -m venv $(VENV)/keras
+	$(PY) -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$$(echo $(VENV)/keras/lib/python3*/site-packages)/site.pth"
+	$(VENV)/keras/bin/python install.py --packages-only --extras keras tensorflow
 	touch $@
 
 $(VENV)/.horovod: $(READY)

@@ -26,6 +26,15 @@ def test_every_check_of_keras_passes(backend: str, tmp_path: Path) -> None:
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
 
 
+@needs_tensorflow
+@needs_mpirun
+def test_every_check_of_tensorflow_passes(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = ranks.mpirun(2, ["tests/support/tensorflow_on_ranks.py", str(out)], env=environment("tensorflow"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
+
+
 UNEVEN = """
 import keras, numpy as np, hvdtrain.horovod.keras as hvd
 hvd.init()

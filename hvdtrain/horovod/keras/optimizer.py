@@ -11,6 +11,7 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.traced.gradient_reduction import GradientReduction, refuse_placements
+from hvdtrain.horovod.traced.on_host import as_written
 
 _WHERE = "hvd.DistributedOptimizer()"
 _ONCE = "wrap the optimizer of Keras, once"
@@ -80,11 +81,13 @@ class Reducing:
     _factor: float  # of reduced gradients
     gradient_accumulation_steps: int | None
 
+    @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Reduces, but for gradients that are accumulated: these once they are applied."""
         base: Any = super()
         return base.apply(grads if self.gradient_accumulation_steps else self._reduced(grads), trainable_variables)
 
+    @as_written
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Keras calls it for the gradients that are applied; on JAX in other passes too, where it does not use the result."""
         base: Any = super()
@@ -124,6 +127,7 @@ class ReducingScaled:
     _factor: float
     _reduced = Reducing._reduced
 
+    @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         base: Any = super()
         return base.apply(self._reduced(grads), trainable_variables)  # type: ignore[misc]

@@ -3,6 +3,65 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 if importlib.util.find_spec("tensorflow") is None:
     raise ImportError("hvdtrain.horovod.tensorflow needs TensorFlow\n  fix: pip install 'hvdtrain[tensorflow]'")
+
+from hvdtrain.horovod.basics import ProcessSet as ProcessSet
+from hvdtrain.horovod.basics import add_process_set as add_process_set
+from hvdtrain.horovod.basics import ccl_built as ccl_built
+from hvdtrain.horovod.basics import check_extension as check_extension
+from hvdtrain.horovod.basics import cross_rank as cross_rank
+from hvdtrain.horovod.basics import cross_size as cross_size
+from hvdtrain.horovod.basics import cuda_built as cuda_built
+from hvdtrain.horovod.basics import ddl_built as ddl_built
+from hvdtrain.horovod.basics import global_process_set as global_process_set
+from hvdtrain.horovod.basics import gloo_built as gloo_built
+from hvdtrain.horovod.basics import gloo_enabled as gloo_enabled
+from hvdtrain.horovod.basics import init as init
+from hvdtrain.horovod.basics import is_homogeneous as is_homogeneous
+from hvdtrain.horovod.basics import is_initialized as is_initialized
+from hvdtrain.horovod.basics import local_rank as local_rank
+from hvdtrain.horovod.basics import local_size as local_size
+from hvdtrain.horovod.basics import mpi_built as mpi_built
+from hvdtrain.horovod.basics import mpi_enabled as mpi_enabled
+from hvdtrain.horovod.basics import mpi_threads_supported as mpi_threads_supported
+from hvdtrain.horovod.basics import nccl_built as nccl_built
+from hvdtrain.horovod.basics import rank as rank
+from hvdtrain.horovod.basics import remove_process_set as remove_process_set
+from hvdtrain.horovod.basics import rocm_built as rocm_built
+from hvdtrain.horovod.basics import shutdown as shutdown
+from hvdtrain.horovod.basics import size as size
+from hvdtrain.horovod.basics import start_timeline as start_timeline
+from hvdtrain.horovod.basics import stop_timeline as stop_timeline
+from hvdtrain.horovod.call import Adasum as Adasum
+from hvdtrain.horovod.call import Average as Average
+from hvdtrain.horovod.call import Compression as Compression
+from hvdtrain.horovod.call import Max as Max
+from hvdtrain.horovod.call import Min as Min
+from hvdtrain.horovod.call import Product as Product
+from hvdtrain.horovod.call import Sum as Sum
+from hvdtrain.horovod.call import barrier as barrier
+from hvdtrain.horovod.call import join as join
+from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
+from hvdtrain.horovod.tensorflow.calls import allgather as allgather
+from hvdtrain.horovod.tensorflow.calls import allgather_object as allgather_object
+from hvdtrain.horovod.tensorflow.calls import allreduce as allreduce
+from hvdtrain.horovod.tensorflow.calls import alltoall as alltoall
+from hvdtrain.horovod.tensorflow.calls import broadcast as broadcast
+from hvdtrain.horovod.tensorflow.calls import broadcast_ as broadcast_
+from hvdtrain.horovod.tensorflow.calls import broadcast_object as broadcast_object
+from hvdtrain.horovod.tensorflow.calls import broadcast_object_fn as broadcast_object_fn
+from hvdtrain.horovod.tensorflow.calls import grouped_allgather as grouped_allgather
+from hvdtrain.horovod.tensorflow.calls import grouped_allreduce as grouped_allreduce
+from hvdtrain.horovod.tensorflow.calls import grouped_reducescatter as grouped_reducescatter
+from hvdtrain.horovod.tensorflow.calls import reducescatter as reducescatter
+from hvdtrain.horovod.tensorflow.gradients import DistributedGradientTape as DistributedGradientTape
+from hvdtrain.horovod.tensorflow.gradients import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_variables
+
+
+def __getattr__(name: str) -> Any:
+    """AttributeError for a name of Horovod's that is not built here."""
+    raise AttributeError(f"hvdtrain.horovod.tensorflow has no {name!r}: docs/keras.md lists what it has")

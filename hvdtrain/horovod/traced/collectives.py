@@ -13,11 +13,12 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, Sum, synchronize
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.on_host import Shape, Work, is_of_tensorflow, on_host, value_of
+from hvdtrain.horovod.traced.on_host import Shape, Work, as_written, is_of_tensorflow, on_host, value_of
 
 Gradients = Callable[[list[Any]], list[Any]]  # of the results -> of the tensors
 
 
+@as_written
 def allreduce(
     tensors: Sequence[Any],
     op: int = Average,
@@ -42,6 +43,7 @@ def allreduce(
     return _call(reduce, tensors, None, gradients)
 
 
+@as_written
 def allgather(tensors: Sequence[Any], *, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The rows of all ranks, as one request; the gradient is its sum over ranks. JAX compiles it where ranks have equally many rows."""
     found = [value_of(tensor) for tensor in tensors]
@@ -64,6 +66,7 @@ def allgather(tensors: Sequence[Any], *, name: str | None = None, process_set: P
     return _call(gather, found, [_with_rows(tensor, lambda rows: rows * size) for tensor in found], gradients)
 
 
+@as_written
 def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The tensor of rank `root_rank`, whose gradient is the sum over ranks."""
 
@@ -77,6 +80,7 @@ def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, process_s
     return _call(send, [tensor], None, gradients)[0]
 
 
+@as_written
 def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The rows that every rank sends to this one; where splits are given, (rows, received splits). The gradient takes the way back."""
     tensor = value_of(tensor)
@@ -111,6 +115,7 @@ def _alltoall_of_tensorflow(tensor: Any, splits: Any, name: str | None, process_
     return call(tensor, tf.cast([] if splits is None else splits, tf.int32))
 
 
+@as_written
 def reducescatter(
     tensors: Sequence[Any],
     op: int = Average,
@@ -170,4 +175,4 @@ def _of_gradient(name: str | None) -> str | None:
 
 def _check_gradient(op: int, kind: str, name: str | None) -> None:
     if op not in (Average, Sum):
-        raise BadCall(f"gradients go through a {kind} of Average or Sum alone", f"{kind} {name!r}", "op=hvd.Average or hvd.Sum")
+        raise BadCall(f"gradients go through {kind} of Average or Sum alone", f"{kind} {name!r}", "op=hvd.Average or hvd.Sum")

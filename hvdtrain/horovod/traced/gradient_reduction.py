@@ -12,6 +12,7 @@ from hvdtrain.horovod.call import Average, Compressor, Sum
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced.collectives import allgather, allreduce
+from hvdtrain.horovod.traced.on_host import as_written
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class GradientReduction:
         if self.predivide != 1.0 and self.op != Average:
             raise BadCall("gradient_predivide_factor not supported with op != Average", self.where, "op=hvd.Average")
 
+    @as_written
     def reduce(self, grads: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks, where there are any: dense ones as one request, slices of TensorFlow by gathers."""
         found = list(grads)
@@ -61,6 +63,7 @@ class GradientReduction:
         )
 
 
+@as_written
 def reduce_slices(slices: Any, op: int, *, name: str | None, process_set: ProcessSet) -> Any:
     """The sum or average of tf.IndexedSlices: those of all ranks behind each other, as slices of one batch are."""
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")

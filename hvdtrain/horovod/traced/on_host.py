@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdtrain.horovod.engine.errors import BadCall
 
+IN_GRAPH = "hvdtrain_calls_the_host_so_set_jit_compile_False"  # the node that TensorFlow names where XLA should compile it
 Shape = Sequence[int | None]  # None: known once the function runs
 Work = Callable[[list[Any]], Sequence[Any]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None) -> list[Any]:
-    """The results of work(tensors), of the same dtypes as the tensors.
+    """The results of work(tensors), which have the dtypes of the first tensors.
 
-    shapes: of the results; None where they are those of the tensors. Inside of a compiled function work() gets and returns arrays of NumPy,
-    in the order of the program; elsewhere it gets the tensors themselves. TensorFlow cannot compile it by XLA, and JAX has to know shapes.
+    shapes: of the results; None where there is one for each tensor, of its shape. Inside of a compiled function work() gets and returns
+    arrays of NumPy, in the order of the program; elsewhere it gets the tensors themselves. TensorFlow cannot compile it by XLA, and JAX
+    has to know shapes.
     """
     shapes = [tensor.shape for tensor in tensors] if shapes is None else shapes
     if is_of_tensorflow(tensors) and not _tensorflow().executing_eagerly():
@@ -27,6 +30,12 @@ def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None =
     if _is_traced_by_jax(tensors):
         return _within_jax(work, tensors, shapes)
     return list(work(list(tensors)))
+
+
+def as_written(function: F) -> F:
+    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without importing TensorFlow for it."""
+    function.autograph_info__ = {}  # type: ignore[attr-defined]  # the mark of tf.autograph.experimental.do_not_convert()
+    return function
 
 
 def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
@@ -70,7 +79,8 @@ def _is_traced_by_jax(tensors: Sequence[Any]) -> bool:
 
 def _within_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> list[Any]:
     tf = _tensorflow()
-    results = tf.numpy_function(_on_arrays(work), list(tensors), [tensor.dtype for tensor in tensors])
+    dtypes = [tensor.dtype for tensor, _ in zip(tensors, shapes, strict=False)]
+    results = tf.numpy_function(_on_arrays(work), list(tensors), dtypes, name=IN_GRAPH)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)
@@ -80,7 +90,7 @@ def _within_jax(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> 
     import jax
     from jax.experimental import io_callback
 
-    forms = [jax.ShapeDtypeStruct(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
+    forms = [jax.ShapeDtypeStruct(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=False)]
     return list(io_callback(_on_arrays(work), forms, *tensors, ordered=True))
 
 

@@ -9,9 +9,10 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.on_host import on_host, value_of
+from hvdtrain.horovod.traced.on_host import as_written, on_host, value_of
 
 
+@as_written
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = True
 ) -> None:

@@ -1,0 +1,166 @@
+"""The calls of horovod.tensorflow, with its arguments: on tensors, variables and slices of TensorFlow, also inside of a tf.function.
+
+Names are used as they are, whatever ignore_name_scope says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.horovod import objects
+from hvdtrain.horovod.basics import ProcessSet, global_process_set
+from hvdtrain.horovod.call import Average, Compression, Compressor, Sum, given_op
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.traced import collectives
+from hvdtrain.horovod.traced.gradient_reduction import reduce_slices, refuse_placements
+from hvdtrain.horovod.traced.variables import broadcast_variables
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The reduction over ranks; tf.IndexedSlices are summed or averaged as the slices of all ranks, without compression and factors.
+
+    op: Average (default), Sum, Min, Max, Product or Adasum; `average` is a former name of it.
+    """
+    refuse_placements("hvd.allreduce()", device_dense=device_dense, device_sparse=device_sparse)
+    op = given_op(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        if op not in (Average, Sum) or not prescale_factor == postscale_factor == 1:
+            raise BadCall("slices are summed or averaged, without factors", "hvd.allreduce()", "tf.convert_to_tensor(slices)")
+        return reduce_slices(tensor, op, name=name, process_set=process_set)
+    factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return collectives.allreduce([tensor], op, name=name, compression=compression, process_set=process_set, **factors)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """An allreduce() of several dense tensors as one request."""
+    refuse_placements("hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse)
+    factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
+    op = given_op(op, average)
+    return collectives.allreduce(tensors, op, name=name, compression=compression, process_set=process_set, **factors)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """This rank's rows of the reduction over ranks: equally many, the first ranks one more."""
+    return grouped_reducescatter([tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Any]:
+    """A reducescatter() of several tensors as one request."""
+    refuse_placements("hvd.reducescatter()", device_dense=device_dense)
+    factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return collectives.reducescatter(tensors, op, name=name, compression=compression, process_set=process_set, **factors)
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set) -> Any:
+    """The tensors of all ranks along axis 0, whose lengths may differ."""
+    return collectives.allgather([tensor], name=name, process_set=process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """An allgather() of several tensors as one request."""
+    return collectives.allgather(tensors, name=name, process_set=process_set)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The tensor of rank `root_rank`."""
+    return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+
+
+def broadcast_(
+    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The variables themselves, with their values of rank `root_rank`."""
+    found = list(variables)
+    broadcast_variables(found, root_rank, process_set)
+    return found
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
+    return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`, as data: hvdtrain.horovod.broadcast_object()."""
+    _refuse_session(session, "hvd.broadcast_object()")
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """A broadcast_object() of this root."""
+    _refuse_session(session, "hvd.broadcast_object_fn()")
+    return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(obj: Any, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The objects of all ranks, as data."""
+    _refuse_session(session, "hvd.allgather_object()")
+    return objects.allgather_object(obj, name, process_set)
+
+
+def _refuse_session(session: Any, where: str) -> None:
+    if session is not None:
+        raise BadCall("a session is of TensorFlow 1", where, "the call without session")

@@ -1,0 +1,281 @@
+"""hvdtrain.horovod.tensorflow in loops of one's own, checked against TensorFlow in one process, as one program for the ranks.
+
+python tests/support/tensorflow_on_ranks.py OUT.json        writes {check: failure or ""}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.horovod.keras
+import hvdtrain.horovod.tensorflow as hvd
+import hvdtrain.horovod.tensorflow.keras as hvd_keras
+from hvdtrain.errors import UserError
+
+ROWS, STEPS, NEAR = 6, 4, 1e-12
+HOW: dict[str, Callable[[Any], Any]] = {"eager": lambda function: function, "graph": tf.function}
+
+
+def data(whole: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each step: of this rank, or of all ranks."""
+    made = np.random.default_rng(3)
+    x, rule = made.normal(size=(STEPS, hvd.size(), ROWS, 5)), made.normal(size=(5, 1))
+    chosen = x if whole else x[:, hvd.rank() : hvd.rank() + 1]
+    return [(rows.reshape(-1, 5), np.tanh(rows.reshape(-1, 5) @ rule)) for rows in chosen]
+
+
+def variables(seed: int) -> list[tf.Variable]:
+    made = np.random.default_rng(seed)
+    return [tf.Variable(made.normal(size=shape) * 0.5) for shape in ((5, 7), (7,), (7, 1))]
+
+
+def loss_of(weights: list[tf.Variable], x: Any, y: Any) -> Any:
+    kernel, bias, out = weights
+    return tf.reduce_mean(tf.square(tf.tanh(tf.tanh(x @ kernel + bias) @ out) - y))
+
+
+def trained(how: str, seed: int = 1, whole: bool = False, **options: Any) -> list[np.ndarray]:
+    """The weights after a loop as Horovod's examples have it: the weights of rank 0 are sent after the first step."""
+    weights = variables(seed)
+    optimizer = keras.optimizers.SGD(0.2, momentum=0.9)
+
+    @HOW[how]
+    def step(x: Any, y: Any, is_first: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(weights, x, y)
+        tape = tape if whole else hvd.DistributedGradientTape(tape, **options)
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        if is_first and not whole:
+            hvd.broadcast_variables([*weights, *optimizer.variables], root_rank=0)
+        return loss
+
+    for number, (x, y) in enumerate(data(whole)):
+        step(tf.constant(x), tf.constant(y), number == 0)
+    return [weight.numpy() for weight in weights]
+
+
+def a_loop_is_that_of_one_process() -> str:
+    worst = 0.0
+    for how in HOW:
+        found, expected = trained(how), trained(how, whole=True)
+        worst = max(worst, *(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)))
+        assert worst < NEAR, (how, worst)
+        for value in found:
+            assert (hvd.allgather(tf.constant(value[None])).numpy() == value).all(), "ranks differ"
+        later = trained(how, seed=1 + hvd.rank())
+        assert all((hvd.broadcast(tf.constant(value), 0).numpy() == value).all() for value in later), "rank 0 did not begin"
+    return f"{worst:.1e}"
+
+
+def a_tape_has_options() -> str:
+    sums = trained("graph", op=hvd.Sum)
+    weight = tf.Variable([1.0, 2.0])
+    unused = tf.Variable(1.0)
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True), compression=hvd.Compression.fp16) as tape:
+        loss = tf.reduce_sum(weight * (1.0 + hvd.rank()))
+    found = tape.gradient(loss, {"weight": weight, "unused": unused})
+    assert found["unused"] is None and found["weight"].dtype == tf.float32
+    close(found["weight"], [(1 + hvd.size()) / 2] * 2)
+    close(tape.gradient(loss, weight), [(1 + hvd.size()) / 2] * 2)
+    assert np.isfinite(sums[0]).all()
+    return ""
+
+
+def slices_are_gathered() -> str:
+    for compiled in HOW.values():
+        for as_dense in (False, True):
+            table = tf.Variable(np.zeros((4, 2)))
+
+            @compiled
+            def gradient(places: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(tf.gather(table, places))  # noqa: B023 (called in this turn)
+                return hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, table)  # noqa: B023
+
+            found = gradient(tf.constant([0, hvd.rank() + 1, 0][: 2 + hvd.rank()]))
+            assert isinstance(found, tf.IndexedSlices) != as_dense
+            expected = np.zeros((4, 2))
+            for rank in range(hvd.size()):
+                for place in [0, rank + 1, 0][: 2 + rank]:
+                    expected[place] += 1 / hvd.size()
+            close(tf.convert_to_tensor(found), expected)
+    return ""
+
+
+def an_embedding_fits_as_in_one_process() -> str:
+    places = np.random.default_rng(1).integers(0, 9, size=(3, hvd.size(), 4, 2))
+    found = []
+    for whole in (False, True):
+        keras.utils.set_random_seed(1)
+        table = keras.layers.Embedding(9, 3, dtype="float64")
+        net = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Flatten(), keras.layers.Dense(1, dtype="float64")])
+        optimizer = keras.optimizers.Adam(0.05)
+        net.compile(optimizer=optimizer if whole else hvd.DistributedOptimizer(optimizer), loss="mse")
+        rows = places if whole else places[:, hvd.rank() : hvd.rank() + 1]
+        size = 4 * rows.shape[1]
+        net.fit(rows.reshape(-1, 2), rows.sum(-1).reshape(-1, 1).astype(float), batch_size=size, epochs=2, shuffle=False, verbose=0)
+        found.append(net.get_weights())
+    distance = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
+    assert distance < 1e-6, distance  # the loss is in float32
+    return f"{distance:.1e}"
+
+
+def calls_have_gradients() -> str:
+    """Of the sum of weights x results, over ranks, where the gradient is that of the sum; averages have averages."""
+    rank, size = hvd.rank(), hvd.size()
+    share, splits = 4 // size, [1] * (size - 1) + [2]
+    for how in HOW:
+        assert_gradient(how, lambda x: hvd.allreduce(x, op=hvd.Sum), lambda x: x.sum(0), sum(range(1, size + 1)))
+        assert_gradient(how, hvd.allreduce, lambda x: x.mean(0), (size + 1) / 2)
+        assert_gradient(how, hvd.allgather, np.concatenate, sum(range(1, size + 1)))
+        assert_gradient(how, lambda x: hvd.broadcast(x, 0), lambda x: x[0], sum(range(1, size + 1)) * (rank == 0))
+        assert_gradient(how, lambda x: hvd.reducescatter(x, op=hvd.Sum), lambda x: x.sum(0)[rank * share : (rank + 1) * share], None)
+        found = gradient_of(how, hvd.alltoall, tf.constant(np.arange(8.0).reshape(4, 2)))[1]
+        close(found, np.repeat(np.arange(1.0, size + 1), share)[:, None] * np.ones((4, 2)))
+        rows, gradient = gradient_of(how, lambda x: hvd.alltoall(x, splits)[0], tf.constant(np.ones((size + 2, 2))))
+        close(gradient, np.array([*range(1, size + 1), size, 0.0])[:, None] * np.ones((size + 2, 2)))
+        assert rows.shape == ((size if rank < size - 1 else 2 * size), 2)
+    refused(
+        "gradients go through allreduce of Average or Sum alone",
+        lambda: gradient_of("eager", lambda x: hvd.allreduce(x, op=hvd.Max), tf.ones(2)),
+    )
+    return ""
+
+
+def gradient_of(how: str, call: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
+    @HOW[how]
+    def both(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = call(x)
+            loss = tf.reduce_sum(result) * (1.0 + hvd.rank())
+        return result, tape.gradient(loss, x)
+
+    return both(x)
+
+
+def assert_gradient(how: str, call: Callable[[Any], Any], rule: Callable[[np.ndarray], np.ndarray], gradient: float | None) -> None:
+    """gradient: of each number; None for that of a reducescatter of sums: of the rank that has the row, times the ranks."""
+    size = hvd.size()
+    x = np.arange(8.0).reshape(4, 2) + np.arange(size)[:, None, None] * 10
+    result, found = gradient_of(how, call, tf.constant(x[hvd.rank()]))
+    close(result, rule(x))
+    expected = np.repeat(np.arange(1.0, size + 1), 4 // size)[:, None] * size if gradient is None else gradient
+    close(found, expected * np.ones((4, 2)))
+
+
+def calls_take_what_tensorflow_has() -> str:
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.float64):
+        found = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.cast([1, 2], dtype))
+        assert found.dtype == dtype
+        close(tf.cast(found, tf.float64), [size, 2.0 * size])
+    close(hvd.allreduce(tf.Variable(1.0 + rank), op=hvd.Max), float(size))
+    close(tf.function(hvd.allgather)(tf.ones([rank + 1, 2])), np.ones((size * (size + 1) // 2, 2)))
+    one, other = hvd.grouped_allreduce([tf.constant([1.0 * rank]), tf.constant([2])], op=hvd.Sum)
+    close(one, [sum(range(size))])
+    close(other, [2 * size])
+    common = hvdtrain.horovod.allreduce(tf.constant([1.0 + rank]))
+    assert isinstance(common, tf.Tensor)
+    close(common, [(1 + size) / 2])
+    assert hvd.broadcast_object_fn(root_rank=size - 1)({"rank": rank}) == {"rank": size - 1}
+    assert hvd.allgather_object(rank) == list(range(size))
+    return ""
+
+
+def names_are_those_of_horovod() -> str:
+    here = """Adasum Average Compression DistributedGradientTape DistributedOptimizer Sum allgather allgather_object allreduce alltoall
+    broadcast broadcast_ broadcast_object broadcast_object_fn broadcast_variables global_process_set grouped_allgather grouped_allreduce
+    grouped_reducescatter init join local_rank local_size rank reducescatter shutdown size start_timeline"""
+    in_keras = """Average Compression DistributedOptimizer Sum allgather allreduce broadcast broadcast_object broadcast_variables callbacks
+    init load_model local_rank local_size rank reducescatter shutdown size"""
+    assert [name for name in here.split() if not hasattr(hvd, name)] == []
+    assert [name for name in in_keras.split() if not hasattr(hvd_keras, name)] == []
+    assert hvd_keras.callbacks is hvdtrain.horovod.keras.callbacks and hvd_keras.load_model is hvdtrain.horovod.keras.load_model
+    for module in (hvd, hvd_keras):
+        try:
+            module.SyncBatchNormalization  # noqa: B018
+        except AttributeError as error:
+            assert "docs/keras.md lists what it has" in str(error), str(error)
+        else:
+            raise AssertionError("it is built: say so in docs/keras.md")
+    return ""
+
+
+def errors_say_what_to_do() -> str:
+    tape = tf.GradientTape()
+    for call, text in (
+        (lambda: hvd.DistributedGradientTape(tape, groups=2), "groups=2 has no meaning"),
+        (lambda: hvd.DistributedGradientTape(tape, op=hvd.Min), "gradients are averaged or summed here"),
+        (lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape)), "is a DistributedGradientTape already"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), use_locking=True), "use_locking=True has no meaning"),
+        (lambda: hvd.broadcast_object(1, session=1), "a session is of TensorFlow 1"),
+        (lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max), "slices are summed or averaged"),
+        (lambda: tf.function(hvdtrain.horovod.allreduce, autograph=False)(tf.ones(2)), "import hvdtrain.horovod.tensorflow as hvd"),
+    ):
+        refused(text, call)
+    try:
+        tf.function(hvd.allreduce, jit_compile=True)(tf.ones(2))
+    except Exception as error:
+        assert "set_jit_compile_False" in str(error), f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("XLA compiles it")
+    return ""
+
+
+def refused(text: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except UserError as error:
+        assert re.search(text, str(error), re.DOTALL), str(error)
+    else:
+        raise AssertionError(f"not refused: {text}")
+
+
+def close(found: Any, expected: Any) -> None:
+    array = found.numpy()
+    assert array.shape == np.shape(expected) and np.abs(array - expected).max(initial=0.0) < NEAR, (array, expected)
+
+
+CHECKS = (
+    a_loop_is_that_of_one_process,
+    a_tape_has_options,
+    slices_are_gathered,
+    an_embedding_fits_as_in_one_process,
+    calls_have_gradients,
+    calls_take_what_tensorflow_has,
+    names_are_those_of_horovod,
+    errors_say_what_to_do,
+)
+
+
+def failure_of(check: Callable[[], str]) -> str:
+    try:
+        print(f"rank {hvd.rank()}: {check.__name__} {check()}", flush=True)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    hvd.init()
+    failures = {check.__name__: failure_of(check) for check in CHECKS}
+    for rank, other in enumerate(hvd.allgather_object(failures)):
+        for name, failure in other.items():
+            failures[name] = failures[name] or (f"rank {rank}: {failure}" if failure else "")
+    if hvd.rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()
