@@ -237,6 +237,17 @@ def the_first_rank_begins() -> str:
     return ""
 
 
+def the_first_rank_begins_where_weights_come_with_data() -> str:
+    keras.utils.set_random_seed(10 + hvd.rank())
+    net, rows = keras.Sequential([Affine(7), Affine(1)]), [each[:, hvd.rank()].reshape(-1, each.shape[-1]) for each in batches()]
+    net.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), loss="mse")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    given = ((rows[0][at : at + ROWS], rows[1][at : at + ROWS]) for at in range(0, len(rows[0]), ROWS))
+    net.fit(given, steps_per_epoch=BATCHES, verbose=0, callbacks=callbacks)
+    are_equal_on_ranks(weights(net))
+    return f"{len(net.weights)} weights"
+
+
 def a_saved_model_goes_on() -> str:
     path = Path(hvd.broadcast_object(tempfile.mkdtemp()), "model.keras")
     keras.saving.get_custom_objects()["Affine"] = Affine
@@ -361,6 +372,7 @@ CHECKS = (
     warmup_changes_rate_and_momentum,
     a_schedule_changes_the_rate_of_epochs,
     the_first_rank_begins,
+    the_first_rank_begins_where_weights_come_with_data,
     a_saved_model_goes_on,
     calls_are_those_of_all_ranks,
     errors_say_what_to_do,

@@ -19,7 +19,10 @@ from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Weights and optimizer of rank `root_rank` on all ranks, before the first step of fit(). Random seeds stay those of each rank."""
+    """Weights and optimizer of rank `root_rank` on all ranks, before the first step of fit(). Random seeds stay those of each rank.
+
+    A model that has no weights before it has seen data gets them after the first step.
+    """
 
     def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -27,6 +30,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._root, self._process_set, self._is_done = root_rank, process_set, False
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._broadcast()
+
+    def _broadcast(self) -> None:
         if self._is_done:
             return
         model, optimizer = self.model, self.model.optimizer
