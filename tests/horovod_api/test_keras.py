@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ranks import needs_keras, needs_mpirun, needs_tensorflow
+from pages import failures, run_page
+from ranks import ROOT, needs_keras, needs_mpirun, needs_tensorflow
 
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
 
@@ -36,12 +37,14 @@ def test_every_check_of_tensorflow_passes(tmp_path: Path) -> None:
 
 
 UNEVEN = """
-import keras, numpy as np, hvdtrain.horovod.keras as hvd
+import sys, keras, numpy as np, hvdtrain.horovod.keras as hvd
 hvd.init()
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, name="sgd")), loss="mse")
 rows = 8 + 4 * hvd.rank()
 model.fit(np.ones((rows, 3)), np.ones((rows, 1)), batch_size=4, verbose=0)
+if "join" in sys.argv:
+    hvd.join()
 print("done", hvd.rank(), flush=True)
 """
 
@@ -55,3 +58,19 @@ def test_a_rank_that_ends_before_the_batches_of_another_is_named(backend: str) -
     assert "rank 0 ended without it; rank 1 asked for it" in result.stderr, result.stderr
     assert "where: allreduce 'gradients of sgd'" in result.stderr, result.stderr
     assert result.seconds < 200
+
+
+@needs_keras
+@needs_mpirun
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_joins_after_its_last_batch(backend: str) -> None:
+    result = ranks.mpirun(2, ["-c", UNEVEN, "join"], env=environment(backend))
+    assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "1", "done", "done"], result.stderr
+
+
+@needs_tensorflow
+@needs_mpirun
+def test_the_page_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "keras.md"
+    messages = failures(page, run_page(page, tmp_path))
+    assert not messages, "\n".join(messages)
