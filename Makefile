@@ -44,7 +44,7 @@ export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
 export OMP_NUM_THREADS ?= $(THREADS)
-# Containers often have it: each process would compile our 280 modules anew, 0.2 s of 1.5.
+# Containers often have it: each process would compile all modules of hvdtrain anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Several test files at a time: many tests wait for processes that they start. make test PARALLEL= runs them one after the other.
 PARALLEL ?= --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -14,7 +14,7 @@ import yaml
 from hvdtrain.errors import short
 
 MOST_BYTES = 2**16  # of a file
-MOST_KEYS = 500  # in a file: the schema has 90
+MOST_KEYS = 500  # in a file: far more than the schema has
 MOST_DEPTH = 32
 MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
