@@ -23,7 +23,7 @@ COMMANDS = {  # each is the function of its name in that module
     "launch": "hvdtrain.cli.launch.command",
     "sweep": "hvdtrain.cli.sweep.command",
     "bench": "hvdtrain.cli.bench.command",
-    "export": "hvdtrain.cli.export",
+    "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
     "sample": "hvdtrain.cli.evaluate.sample",

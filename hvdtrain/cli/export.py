@@ -1,4 +1,4 @@
-"""hvdtrain export: writes the weights of a checkpoint to a file of their own, for inference with other software."""
+"""hvdtrain export --to model.safetensors or model.pt: the weights of a checkpoint in a file of their own, for other software."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from hvdtrain.version import __version__
 USAGE = """\
 hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
   RUN            the run folder, which has checkpoints/
-  --to           the file to write: model.safetensors, or model.pt for torch.load
+  --to           the file to write: model.safetensors, model.pt for torch.load, or of framework=keras model.keras, where
+                 model.name=package.module:function behind it makes the model
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
   --force        overwrite FILE if it exists"""
@@ -40,13 +41,13 @@ _SYNTAX = USAGE.partition("\n")[0]
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Runs `export`; returns the exit code. Raises UserError."""
+    """Runs `export` of weights; returns the exit code. Raises UserError."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    options = _parse(arguments)
+    options = parse(arguments)
     run, to = expand(options.run, "RUN"), expand(options.to, "--to")
-    _check_target(to, options.force)
+    check_target(to, options.force)
     checkpoint, arrays, skipped = read_checkpoint(run, options.checkpoint)
     notes_of_average: list[str] = []
     if has_averages(run) and checkpoint.train_state.progress.step:
@@ -62,7 +63,7 @@ def export(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises UserError where the command line is not as USAGE says."""
     parser = CommandParser("export", _SYNTAX)
     parser.add_argument("run", nargs="?")
@@ -70,6 +71,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--force", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
+    options.words = [word for word in unknown if word.startswith("model.") and str(options.to).endswith(".keras")]
+    unknown = [word for word in unknown if word not in options.words]
     if unknown:
         suggestion = nearest(unknown[0].partition("=")[0], ["--to", "--checkpoint", "--force"])
         raise UserError(f"unknown argument '{unknown[0]}'", "command line of export", f"{suggestion}; {_SYNTAX}")
@@ -79,10 +82,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _check_target(to: Path, force: bool) -> None:
+def check_target(to: Path, force: bool) -> None:
     """Raises UserError where the file cannot be written; called before the checkpoint is read."""
-    if to.suffix not in (".safetensors", ".pt"):
-        raise UserError(f"{to} ends neither in .safetensors nor in .pt", "--to", "as in --to model.safetensors")
+    if to.suffix not in (".safetensors", ".pt", ".keras"):
+        raise UserError(f"{to} ends neither in .safetensors nor in .pt or .keras", "--to", "as in --to model.safetensors")
     if not os.path.isdir(to.parent):  # unlike Path.is_dir, False where permission is lacking
         raise UserError(f"there is no folder {to.parent}", "--to", f"mkdir -p {to.parent}")
     if os.path.isdir(to):

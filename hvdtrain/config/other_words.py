@@ -142,7 +142,7 @@ _TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".json", ".jsonl", ".npz", ".npy
 
 # key -> word, in lower case -> the value
 VALUES: dict[str, dict[str, str]] = {
-    "framework": {"pytorch": "torch", "flax": "jax", "np": "numpy"},
+    "framework": {"pytorch": "torch", "flax": "jax", "np": "numpy", "tensorflow": "keras", "tf": "keras"},
     "data.name": {
         **dict.fromkeys(("fmnist", "fashionmnist", "fashion-mnist", "fashion"), "fashion_mnist"),
         **dict.fromkeys(("imagefolder", "image_folder", "images", "imagenet"), "folder"),

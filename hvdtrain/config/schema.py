@@ -847,7 +847,9 @@ class Config(Section):
     """The configuration of a job."""
 
     framework: str = Field(
-        default="torch", description="framework that computes on each rank: torch, jax, or numpy (the reference for linear models)"
+        default="torch",
+        description="framework that computes on each rank: torch, jax, keras (a keras.Model of yours, on the backend of KERAS_BACKEND), or "
+        "numpy (the reference for linear models)",
     )
     run: str | None = Field(default=None, description="run folder; default: runs/DATA-MODEL-TIME")
     resume: str = Field(

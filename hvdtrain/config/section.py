@@ -69,6 +69,7 @@ class Given(NamedTuple):
     make: Callable[..., Any]  # what package.module:function would be; of a section that keeps its name: task -> task
     objects: Mapping[str, Any]  # whose code and values must be the same on all ranks, by what a message calls them
     at_end: Callable[[Any], None] = lambda learner: None  # once training is over, on every rank, while the ranks are connected
+    framework: str | None = None  # the one that it is for
 
 
 class OpenSection(Section):

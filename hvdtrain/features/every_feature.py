@@ -46,6 +46,7 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
 FEATURES: tuple[JobFeature, ...] = (
     frameworks.JAX,
     frameworks.NUMPY,
+    frameworks.KERAS,
     RECIPE,
     reduce.ONE_STRATEGY,
     reduce.DISTRIBUTED_OPTIMIZER,

@@ -1,4 +1,4 @@
-"""framework=jax and framework=numpy: what they do not have of framework=torch."""
+"""framework=jax, keras and numpy: what they do not have of framework=torch."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ IN_NUMPY = NOT_TORCH | {
     "profile.steps": Supported((None,), "1:2"),
 }
 
+IN_KERAS = {key: row for key, row in IN_NUMPY.items() if key != "model.name"} | {
+    "speed.device": Supported(("auto",), "cpu"),  # Keras chooses for its backend; CUDA_VISIBLE_DEVICES
+}
+
 
 def _excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
     return tuple(_exclusion(key, row) for key, row in supported.items())
@@ -68,6 +72,14 @@ JAX = JobFeature(
     off="framework=torch",
     why="it is made for framework=torch alone",
     excludes=_excluded(IN_JAX),
+)
+KERAS = JobFeature(
+    key="framework",
+    on=lambda config: config.framework == "keras",
+    examples=("framework=keras model.name=mine:build",),
+    off="framework=torch",
+    why="losses and updates are on the host",
+    excludes=_excluded(IN_KERAS),
 )
 NUMPY = JobFeature(
     key="framework",

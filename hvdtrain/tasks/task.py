@@ -119,7 +119,7 @@ def part_of(task: Task, framework: str, config: Config, place: Place) -> Any:
     make = getattr(task, framework, None)
     if make is None:
         known = [name for name in ("torch", "jax", "numpy") if hasattr(task, name)]
-        what = f"task.name={task.name} does not compute with framework={framework}"
+        what = f"task.name={task.name} does not compute with framework={config.framework}"
         raise UserError(what, config.where("framework"), f"framework={' or framework='.join(known)}")
     return make(config.model, place)
 

@@ -216,7 +216,7 @@ class Measured:
             from hvdtrain.tasks.jax import JaxMeasured
 
             return JaxMeasured
-        raise UserError("metrics of a script are not computed with framework=numpy", WHERE, "framework=torch or framework=jax")
+        raise UserError("metrics of a script are not computed with framework=numpy or keras", WHERE, "framework=torch or framework=jax")
 
 
 def measured(task: Task, metrics: Mapping[str, OwnMetric], objective: str | None, examples: Batch) -> Task:

@@ -161,7 +161,7 @@ def job_transform(task: Task, config: Config) -> Transform | None:
         return None
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
     keeps_integers = is_users_model(config.model)
-    return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=config.framework == "jax")
+    return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=config.framework in ("jax", "keras"))
 
 
 def planned_task(config: Config, source: Source) -> Task:

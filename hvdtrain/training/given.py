@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given, name_of_object
+from hvdtrain.config.section import DEFAULT, Given, name_of_object
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Task
@@ -17,7 +17,12 @@ Makers = Mapping[str, Given]  # by section
 
 
 def given_model(model: Any) -> Given:
-    """A torch module, a pair (init, apply) of JAX, or a function without a name to import. Raises UserError for all else."""
+    """A model of Keras, a torch module, a pair (init, apply) of JAX, or a function without a name. Raises UserError for all else."""
+    if any(kind.__name__ == "Model" and kind.__module__.startswith("keras.") for kind in type(model).__mro__):  # on torch a module too
+        from hvdtrain.frameworks.keras import GivenKerasModel
+
+        of_keras = GivenKerasModel(model)
+        return Given(name_of_object(model), of_keras, of_keras.facts(), of_keras.take, "keras")
     if is_torch_module(model):
         from hvdtrain.frameworks.torch.model import GivenModel
 
@@ -28,7 +33,9 @@ def given_model(model: Any) -> Given:
     if callable(model):
         return Given(name_of_object(model), model, {"model": model})
     what = f"model is a {type(model).__name__}"
-    raise UserError(what, "hvdtrain.train()", "a torch.nn.Module, its class, a function that makes it, or a pair (init, apply) of JAX")
+    raise UserError(
+        what, "hvdtrain.train()", "a torch.nn.Module or keras.Model, its class, a function that makes it, or a pair (init, apply) of JAX"
+    )
 
 
 def given_data(train: Any, val: Any) -> Given:
@@ -72,5 +79,11 @@ def with_given(config: Config, given: Makers) -> Config:
     if "data" in given and config.data.val_share is not None and given["data"].objects["val_data"] is not type(None):
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
+    for one in given.values():
+        if one.framework is not None and config.framework != one.framework:
+            if config.origin("framework") != DEFAULT:
+                what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
+                raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
+            config = config.replace(framework=one.framework)
     sections = {section: getattr(config, section).with_given(one) for section, one in given.items()}
     return config.replace(**sections)

@@ -20,7 +20,7 @@ from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, 
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
-from hvdtrain.tasks.inputs import is_image
+from hvdtrain.tasks.inputs import Transform, is_image, transform_of
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
@@ -133,6 +133,10 @@ class OnlyInputs:
     @property
     def summary(self) -> str:
         return self.task.summary
+
+    @property
+    def transform(self) -> Transform | None:
+        return transform_of(self.task)
 
     def weight(self, batch: Batch) -> int:
         return len(next(iter(batch.values())))

@@ -171,7 +171,10 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
         (["run", "--to"], ["argument --to: expected one argument\n", "fix: hvdtrain export RUN"]),
         (["run", "--too", "m.pt"], ["unknown argument '--too'\n", "fix: did you mean --to?; hvdtrain export RUN"]),
         (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --force; hvdtrain"]),
-        (["run", "--to", "m.onnx"], ["m.onnx ends neither in .safetensors nor in .pt\n  where: --to\n  fix: as in --to model.safetensors"]),
+        (
+            ["run", "--to", "m.onnx"],
+            ["m.onnx ends neither in .safetensors nor in .pt or .keras\n  where: --to\n  fix: as in --to model.safetensors"],
+        ),
         (["run", "--to", "no/m.pt"], ["there is no folder no\n  where: --to\n  fix: mkdir -p no"]),
         (["run", "--to", "old.pt"], ["old.pt exists already\n  where: --to\n  fix: --force overwrites it"]),
         (["run", "--to", "link.pt"], ["link.pt exists already\n"]),

@@ -27,7 +27,7 @@ def test_known_names() -> None:
     images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"}
     assert images | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
-    assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax"}
+    assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax", "keras"}
     assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}
     assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet", "gpt"}
 
@@ -89,7 +89,8 @@ def test_options_are_the_parameters_of_build() -> None:
         ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
         ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
         ("data.name=nonsense", "unknown name: nonsense", "known: "),
-        ("framework=tensorflow", "unknown name: tensorflow", "known: jax, numpy, torch"),
+        ("framework=theano", "unknown name: theano", "known: jax, keras, numpy, torch"),
+        ("framework=tensorflow", "unknown name: tensorflow", "did you mean keras?"),
         ("comm.engine=nccl", "unknown name: nccl", "did you mean torchdist?"),
     ],
 )

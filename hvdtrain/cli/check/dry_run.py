@@ -58,7 +58,7 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     Raises UserError where speed.device asks for a GPU that is not there.
     """
     if config.framework != "torch":
-        name = "cpu" if config.framework == "numpy" else "as JAX chooses"
+        name = {"numpy": "cpu", "jax": "as JAX chooses"}.get(config.framework, "as Keras chooses")
         return {"name": name, "model": "", "id": "", "bytes": 0, "visible": 0}
     device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(config, communicator)
     torch: Any = sys.modules["torch"]

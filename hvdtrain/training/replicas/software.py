@@ -11,14 +11,29 @@ from importlib import metadata
 from hvdtrain.config.plugins import PACKAGE
 from hvdtrain.version import __version__
 
-PACKAGES = {"torch": "torch", "numpy": "numpy", "Horovod": "horovod", "mpi4py": "mpi4py", "jax": "jax", "jaxlib": "jaxlib"}
+PACKAGES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "Horovod": "horovod",
+    "mpi4py": "mpi4py",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "Keras": "keras",
+}
+PACKAGES |= {"TensorFlow": "tensorflow", "TensorFlow (CPU)": "tensorflow-cpu"}
 USED_BY = {  # framework or engine -> names of PACKAGES
-    **{"torch": ("torch",), "jax": ("jax", "jaxlib"), "numpy": (), "single": ()},
+    **{
+        "torch": ("torch",),
+        "jax": ("jax", "jaxlib"),
+        "numpy": (),
+        "single": (),
+        "keras": ("Keras", "torch", "jax", "jaxlib", "TensorFlow", "TensorFlow (CPU)"),
+    },
     **{"mpi": ("mpi4py",), "horovod": ("torch", "Horovod"), "torchdist": ("torch",)},
 }
 # Variables that change results. Those that differ rightly between hosts (threads, devices, network interfaces) are not among them.
 VARIABLES = (
-    *("PYTHONHASHSEED", "PYTHONOPTIMIZE"),
+    *("KERAS_BACKEND", "PYTHONHASHSEED", "PYTHONOPTIMIZE"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY"),
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
     *("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE"),

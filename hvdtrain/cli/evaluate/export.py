@@ -1,0 +1,54 @@
+"""hvdtrain export: weights alone, or with --to model.keras the keras.Model of a run with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cli import export as weights
+from hvdtrain.cli.evaluate.command import load_checkpoint, read_former_run
+from hvdtrain.config.read import expand
+from hvdtrain.core.folder import Folder
+from hvdtrain.errors import DONE, UserError
+from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.run_rank import Rank, on_connected_ranks
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Runs `export`; returns the exit code. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments) or not any(word.endswith(".keras") for word in arguments):
+        return weights.export(arguments)
+    options = weights.parse(arguments)
+    run, to = expand(options.run, "RUN"), expand(options.to, "--to")
+    weights.check_target(to, options.force)
+    return _export_keras(run, to, options.checkpoint, options.words)
+
+
+def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
+    """Writes the file; returns the exit code. words: model.name=package.module:function, which makes the model.
+
+    Raises UserError for a run of another framework, and where the file cannot be written.
+    """
+    arguments = [f"resume={run}", *words, "batch.per_rank=1", "comm.engine=single"]
+    try:
+        return on_connected_ranks(lambda rank: _write(rank, to, which), None, arguments, read_former_run=read_former_run, what="export")
+    except RankFailed as failed:
+        return failed.code
+
+
+def _write(rank: Rank, to: Path, which: str) -> int:
+    if rank.config.framework != "keras":
+        what = f"the run has framework={rank.config.framework}, which makes no file of Keras"
+        raise UserError(what, "--to", "--to model.safetensors")
+    loaded = load_checkpoint(rank, which)
+    learner: Any = loaded.learner
+    step = loaded.checkpoint.train_state.progress.step
+    try:
+        with Folder.open(to.parent) as folder, folder.replacing(to.name) as file:
+            file.write(learner.model.saved())
+    except OSError as error:
+        raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
+    print("\n".join([*loaded.notes, f"{learner.describe()}", f"step {step} of {rank.config.resume} -> {to}"]))
+    print(f"load it  import keras\n         model = keras.saving.load_model('{to}')")
+    return DONE

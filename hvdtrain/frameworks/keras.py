@@ -1,0 +1,383 @@
+"""The keras framework: a keras.Model of the user's, on any backend of Keras 3 (torch, JAX, TensorFlow), trained by hvdtrain's rules.
+
+The backend computes outputs and gradients; losses, the reduction over ranks and updates are NumPy's, on the host. What KERAS_BACKEND or
+~/.keras/keras.json says is the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.plugins import call_own, is_dotted
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.own_line import own_line
+from hvdtrain.core.progress import fold
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.by_name import build_rule, check_patterns
+from hvdtrain.frameworks.host import HostLearner
+from hvdtrain.frameworks.learner import Learner, fair_threads
+from hvdtrain.tasks.inputs import transform_of
+from hvdtrain.tasks.task import Task
+
+_MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
+
+
+def build(config: Config, task: Task, communicator: Communicator) -> Learner:
+    """The learner of framework=keras. Every rank calls it.
+
+    Raises UserError where Keras is missing, or the model is none, or does not fit the task.
+    """
+    _use_gpu(communicator)
+    dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
+    keras = load_keras(config.where("framework"), dtype)
+    keras.utils.set_random_seed(fold(config.seed) % 2**31)
+    model = Model(keras, _make(keras, config, task), config, task, dtype)
+    check_patterns(config, {name: p.shape for name, p in model.weights.items()})
+    return HostLearner(config, task, model, build_rule(config), communicator, dtype)
+
+
+def _use_gpu(communicator: Communicator) -> None:
+    """This rank's GPU, for Keras on torch, and its threads. Every rank calls it, before Keras is imported."""
+    threads = fair_threads(communicator)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
+    """The module keras, whose layers are of this number type unless they say another. Raises UserError where it cannot be imported."""
+    try:
+        keras = importlib.import_module("keras")
+    except ImportError as error:
+        raise UserError(
+            f"framework=keras needs Keras 3: {error}", where, "pip install 'hvdtrain[keras]', and KERAS_BACKEND=torch"
+        ) from error
+    if not hasattr(keras, "ops"):
+        raise UserError(f"framework=keras needs Keras 3; this is {keras.__version__}", where, "pip install 'keras>=3'")
+    if keras.backend.backend() not in _BACKENDS:
+        what = f"the backend {keras.backend.backend()} of Keras computes no gradients"
+        raise UserError(what, where, f"KERAS_BACKEND={' or '.join(_BACKENDS)}")
+    if dtype == np.float64 and keras.backend.backend() == "jax":
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+    keras.config.set_floatx(dtype.name)
+    if keras.config.dtype_policy().name in ("float32", "float64"):  # not a mixed one of the user's
+        keras.config.set_dtype_policy(dtype.name)
+    if dtype == np.float64:
+        _keep_float64()
+    return keras
+
+
+def _keep_float64() -> None:
+    """Has Keras compute in float64. On torch and JAX its table of result types names float32 in its place (3.15, dtypes.result_type())."""
+    with contextlib.suppress(ImportError, AttributeError):
+        dtypes = importlib.import_module("keras.src.backend.common.dtypes")
+        if dtypes.BIT64_TO_BIT32_DTYPE["float64"] != "float64":
+            dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+
+
+def _make(keras: Any, config: Config, task: Task) -> Any:
+    """The keras.Model that model.name means. Raises UserError where it is none."""
+    where = config.where("model.name")
+    if not is_dotted(config.model.name):
+        what = f"framework=keras trains a model of yours, and model.name={config.model.name} is hvdtrain's"
+        raise UserError(what, where, "model.name=package.module:function that makes a keras.Model; or hvdtrain.train(model=...)")
+    found = call_own(config.model, dict(task.sizes))
+    if not isinstance(found, keras.Model):
+        what = f"{config.model.name} gave a {type(found).__name__}, not a keras.Model"
+        raise UserError(what, where, "a keras.Sequential or keras.Model; or framework=torch, jax")
+    return found
+
+
+class Backend(Protocol):
+    """How one backend of Keras computes outputs with gradients."""
+
+    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray: ...
+    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+        """gradient() follows."""
+
+    def seed(self, seed: int) -> None:
+        """What draws beside the model's own seeds."""
+
+    def gradient(self, error: np.ndarray) -> Sequence[Any]:
+        """The gradient of each trainable variable of the model, in order; None where the outputs do not depend on one."""
+
+
+class OnTorch:
+    """Keras on torch."""
+
+    def __init__(self) -> None:
+        self.torch = importlib.import_module("torch")
+        self._model: Any = None
+        self._outputs: Any = None
+
+    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
+        with self.torch.no_grad():
+            return _to_host(model(x, training=training))
+
+    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+        self._model, self._outputs = model, model(x, training=True)
+        return _to_host(self._outputs.detach())
+
+    def seed(self, seed: int) -> None:
+        """Keras' dropout is torch's own here."""
+        self.torch.manual_seed(seed % 2**63)
+
+    def gradient(self, error: np.ndarray) -> Sequence[Any]:
+        values = [variable.value for variable in self._model.trainable_variables]
+        outputs, self._outputs = self._outputs, None
+        of_outputs = self.torch.from_numpy(error).to(outputs.device, outputs.dtype)
+        found = self.torch.autograd.grad(outputs, values, of_outputs, allow_unused=True)
+        return [None if g is None else _to_host(g) for g in found]
+
+
+class OnTensorFlow:
+    """Keras on TensorFlow."""
+
+    def __init__(self) -> None:
+        self.tensorflow = importlib.import_module("tensorflow")
+        self._model: Any = None
+        self._tape: Any = None
+        self._outputs: Any = None
+
+    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
+        return _to_host(model(x, training=training))
+
+    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+        self._model = model
+        with self.tensorflow.GradientTape() as self._tape:
+            self._outputs = model(x, training=True)
+        return _to_host(self._outputs)
+
+    def seed(self, seed: int) -> None:
+        """Nothing draws beside them."""
+
+    def gradient(self, error: np.ndarray) -> Sequence[Any]:
+        tape, outputs, self._tape, self._outputs = self._tape, self._outputs, None, None
+        values = [variable.value for variable in self._model.trainable_variables]
+        found = tape.gradient(outputs, values, self.tensorflow.constant(error, outputs.dtype))
+        return [None if g is None else _to_host(self.tensorflow.convert_to_tensor(g)) for g in found]
+
+
+class OnJax:
+    """Keras on JAX; what is done to a batch is compiled for each of its sizes."""
+
+    def __init__(self) -> None:
+        self.jax = importlib.import_module("jax")
+        self._forward: Any = None
+        self._evaluate: Any = None
+        self._pull_back: Any = None
+
+    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
+        if self._evaluate is None:
+            self._evaluate = self.jax.jit(lambda trained, other, x: model.stateless_call(trained, other, x, training=False)[0])
+        return _to_host(self._evaluate(*self._values(model), x))
+
+    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+        if self._forward is None:
+
+            def forward(trained: Any, other: Any, x: Any) -> Any:
+                return self.jax.vjp(lambda values: model.stateless_call(values, other, x, training=True), trained, has_aux=True)
+
+            self._forward = self.jax.jit(forward)
+        outputs, self._pull_back, others = self._forward(*self._values(model), x)
+        for variable, value in zip(model.non_trainable_variables, others, strict=True):
+            variable.assign(value)
+        return _to_host(outputs)
+
+    def seed(self, seed: int) -> None:
+        """Nothing draws beside them."""
+
+    def gradient(self, error: np.ndarray) -> Sequence[Any]:
+        pull_back, self._pull_back = self._pull_back, None
+        return [_to_host(g) for g in pull_back(self.jax.numpy.asarray(error))[0]]
+
+    @staticmethod
+    def _values(model: Any) -> tuple[list[Any], list[Any]]:
+        return [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {"torch": OnTorch, "jax": OnJax, "tensorflow": OnTensorFlow}
+
+
+def _to_host(value: Any) -> np.ndarray:
+    return np.asarray(value.cpu() if hasattr(value, "cpu") and not callable(getattr(value, "numpy", None)) else _as_numpy(value))
+
+
+def _as_numpy(value: Any) -> Any:
+    if hasattr(value, "detach"):
+        return value.detach().cpu().numpy()
+    return value.numpy() if hasattr(value, "numpy") else value
+
+
+class Model:
+    """A keras.Model as HostLearner computes with it."""
+
+    def __init__(self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
+        """Raises UserError where the model fails for inputs of the task, or gives something else than the task needs."""
+        self.model, self._dtype = model, dtype
+        self.notes: list[str] = []
+        self._backend: Backend = _BACKENDS[keras.backend.backend()]()
+        transform = transform_of(task)
+        assert transform is not None, task.name  # part_of(task, "numpy") has refused all others
+        self._transform = replace(transform, dtype=dtype.name, keeps_integers=True, channels_last=True)
+        self._outputs = _checked_outputs(model, self._backend, self.inputs(_zeros(task, 2)), config, task)
+        named = dict(named_variables(model))
+        drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
+        self._trained = {name: v for name, v in named.items() if v.trainable and id(v) not in drawn}
+        self._others = {name: v for name, v in named.items() if not v.trainable and id(v) not in drawn}
+        self._seeds = [v for v in model.variables if id(v) in drawn]
+        self._order = [id(v) for v in model.trainable_variables]
+        if wrong := {str(v.dtype) for v in self._trained.values()} - {dtype.name}:
+            what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {dtype}"
+            fix = "keras.config.set_floatx('float64') before the model is made; or speed.precision=fp32"
+            raise UserError(what, config.where("speed.precision"), fix)
+        self.weights: Mapping[str, np.ndarray] = {name: _to_host(v.value).copy() for name, v in self._trained.items()}
+        if dtype == np.float64 and keras.backend.result_type("float64", "float64") != "float64":
+            self.notes = [f"speed.precision=fp64: Keras {keras.__version__} on {keras.backend.backend()} rounds some numbers to float32"]
+        self.title = f"{model.name}, %, keras {keras.__version__} on {keras.backend.backend()}, {dtype}"
+
+    def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
+        """(n, ...), images (n, H, W, C)"""
+        return self._transform(batch["x"])
+
+    def assign(self, weights: Mapping[str, np.ndarray]) -> None:
+        for name, variable in self._trained.items():
+            variable.assign(weights[name])
+
+    def outputs(self, x: np.ndarray) -> np.ndarray:
+        return self._backend.outputs(self.model, x, False) if len(x) else np.zeros((0, *self._outputs), self._dtype)
+
+    def training_outputs(self, x: np.ndarray) -> np.ndarray:
+        return self._backend.training_outputs(self.model, x)
+
+    def gradient(self, error: np.ndarray) -> np.ndarray:
+        of_each = dict(zip(self._order, self._backend.gradient(error), strict=True))
+        found = [(of_each[id(v)], v.shape) for v in self._trained.values()]
+        return np.concatenate([np.zeros(shape, self._dtype).ravel() if g is None else g.ravel() for g, shape in found])
+
+    def saved(self) -> bytes:
+        """The model with its weights, as a file of Keras has it."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            self.model.save(path)
+            return path.read_bytes()
+
+    def seed(self, seed: int) -> None:
+        self._backend.seed(seed)
+        for number, variable in enumerate(self._seeds):
+            drawn = fold(seed, number)
+            variable.assign(np.array([drawn >> 32 & 0xFFFFFFFF, drawn & 0xFFFFFFFF], np.uint32).astype(str(variable.dtype)))
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        return {name: _to_host(v.value).copy() for name, v in self._others.items()}
+
+    def assign_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
+        for name, array in buffers.items():
+            self._others[name].assign(array)
+
+    def is_mean(self, buffer: str) -> bool:
+        return buffer.rpartition(".")[2] in _MEANS
+
+
+class GivenKerasModel:
+    """Makes the model of a job from one that a script gives: a copy is trained, whose weights become the script's model's at the end."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {"model": type(self.model), "model, its weights": [tuple(w.shape) for w in self.model.get_weights()]}
+
+    def __call__(self) -> Any:
+        """Raises UserError where the model cannot be copied."""
+        try:
+            found = importlib.import_module("keras").models.clone_model(self.model)
+            found.set_weights(self.model.get_weights())
+        except Exception as error:
+            what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
+            raise UserError(what, "hvdtrain.train(), model", "a function that makes the model; or a get_config() of its own") from error
+        return found
+
+    def take(self, learner: Any) -> None:
+        """Copies the weights that an evaluation has, the averages where there are some, and all else that the layers keep."""
+        with learner.averaged():
+            found = {**learner.weights, **learner.model.buffers()}
+            for name, variable in named_variables(self.model):
+                if name in found:
+                    variable.assign(found[name])
+
+
+def named_variables(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each variable of a layer and of the layers inside of it, by a name that does not depend on what the process has made before.
+
+    Keras numbers layers over the whole process (dense, dense_1, ...); here they are numbered inside of the layer that has them. A layer
+    with a name of the user's keeps it.
+    """
+    seen: set[int] = set()
+    for name, variable in _named(layer, prefix, {}):
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            yield name, variable
+
+
+def _named(layer: Any, prefix: str, taken: dict[str, int]) -> Iterator[tuple[str, Any]]:
+    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+        yield f"{prefix}{_numbered(variable.name, taken)}", variable
+    for inner in layer._layers:
+        automatic = re.fullmatch(rf"({_snake(type(inner).__name__)})(_\d+)?", inner.name)
+        name = _numbered(automatic[1] if automatic else inner.name, taken)
+        yield from _named(inner, f"{prefix}{name}.", {})
+
+
+def _numbered(name: str, taken: dict[str, int]) -> str:
+    number = taken.get(name, 0)
+    taken[name] = number + 1
+    return f"{name}_{number}" if number else name
+
+
+def _snake(name: str) -> str:
+    """BatchNormalization -> batch_normalization, as Keras names layers."""
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", re.sub(r"\W+", "", name))).lower()
+
+
+def _zeros(task: Task, count: int) -> Batch:
+    return {name: np.zeros((count, *field.shape), field.dtype) for name, field in task.fields.items()}
+
+
+def _checked_outputs(model: Any, backend: Backend, x: np.ndarray, config: Config, task: Task) -> tuple[int, ...]:
+    """The shape of a sample's outputs; an unbuilt model is built. Raises UserError."""
+    where = config.where("model.name")
+    try:
+        if not model.built:
+            model(x)  # makes its variables
+        outputs = backend.outputs(model, x, False)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"the model fails for inputs {x.shape} of {x.dtype}: {type(error).__name__}: {error}"
+        raise UserError(what, f"{where}; {own_line(error)}", f"the model gets (n, {', '.join(map(str, x.shape[1:]))})") from error
+    if not task.fits(outputs.shape, len(x)):
+        what = f"for inputs {x.shape} the model gives {outputs.shape}, not {task.outputs(len(x))}"
+        raise UserError(
+            what, where, f"end the model with outputs of that shape, without softmax, for task.name={task.name}: {task.summary}"
+        )
+    return outputs.shape[1:]
+
+
+def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
+    """The parameters by name, as build() makes them. Takes the memory of the weights."""
+    dtype = np.dtype("float32")
+    keras = load_keras(config.where("framework"), dtype)
+    return {name: p.shape for name, p in Model(keras, _make(keras, config, task), config, task, dtype).weights.items()}

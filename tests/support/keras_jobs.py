@@ -1,0 +1,167 @@
+"""framework=keras in one process, on the backend of KERAS_BACKEND: `OUT.json FOLDER` writes {check: failure or ""}."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from framework_jobs import in_keras
+
+import hvdtrain
+from hvdtrain.__main__ import main as hvdtrain_main
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.keras import named_variables
+
+SHORT = "epochs=2 batch.size=100 log.display=lines optim.base_lr=0.1"
+
+
+def normed(shape: tuple[int, ...], classes: int, drop: float = 0.3) -> Any:
+    """With running statistics, and with layers that draw."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input(shape),
+            layers.Conv2D(3, 3),
+            layers.BatchNormalization(),
+            layers.Activation("relu"),
+            layers.Flatten(),
+            layers.Dropout(drop),
+            layers.Dense(classes),
+        ]
+    )
+
+
+class Twice(keras.layers.Layer):
+    """Layers inside of a layer, one of which has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(4, name="last")
+
+    def call(self, x: Any) -> Any:
+        return self.two(self.one(x))
+
+
+def no_model(shape: tuple[int, ...]) -> int:
+    return 3
+
+
+def too_few(shape: tuple[int, ...]) -> Any:
+    return keras.Sequential([keras.layers.Input(shape), keras.layers.Flatten(), keras.layers.Dense(9)])
+
+
+def flat_alone(shape: tuple[int, ...]) -> Any:
+    return keras.Sequential([keras.layers.Input((7,)), keras.layers.Dense(10)])
+
+
+def arrays_of(run: hvdtrain.Run) -> dict[str, np.ndarray]:
+    return dict(run.weights)
+
+
+def train(folder: Path, *words: str, **given: Any) -> hvdtrain.Run:
+    return hvdtrain.train("framework=keras", f"run={folder}", *SHORT.split(), *words, **given)
+
+
+def check_resumed_bits(folder: Path) -> None:
+    """Statistics of norms and what dropout draws, at a resume in the middle of an epoch."""
+    name = "model.name=keras_jobs:normed"
+    straight = train(folder / "straight", name)
+    train(folder / "resumed", name, "stop.steps=11")
+    resumed = train(folder / "resumed", name, "stop.steps=null")
+    assert resumed.steps == straight.steps == 29, (resumed, straight)
+    ours, theirs = arrays_of(resumed), arrays_of(straight)
+    assert (
+        ours.keys()
+        == theirs.keys()
+        == {
+            *("conv2d.kernel", "conv2d.bias", "dense.kernel", "dense.bias"),
+            *(f"batch_normalization.{part}" for part in ("gamma", "beta", "moving_mean", "moving_variance")),
+        }
+    ), ours.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    assert straight.last > 0.8 and np.abs(ours["batch_normalization.moving_mean"]).max() > 0.01
+
+
+def check_object_and_file(folder: Path) -> None:
+    """A model object has the trained weights afterwards, and so has the file of Keras that is exported."""
+    model = in_keras()
+    run = train(folder / "object", "speed.precision=fp64", "optim.ema=0.8", model=model)
+    x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
+    found = np.asarray(keras.ops.convert_to_numpy(model(run.transform(x))))
+    np.testing.assert_allclose(hvdtrain.predict(run, x, model=model), found, rtol=0, atol=1e-12)
+    weights, trained = model.get_weights(), train(folder / "named", "model.name=framework_jobs:in_keras", "speed.precision=fp64").weights
+    assert {w.shape for w in weights} == {w.shape for w in trained.values()}
+    to = folder / "model.keras"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert hvdtrain_main(["export", f"{folder / 'named'}", "--to", f"{to}", "model.name=framework_jobs:in_keras"]) == 0
+    assert "keras.saving.load_model" in said.getvalue()
+    loaded = keras.saving.load_model(to)
+    by_shape = {array.shape: array for array in trained.values()}
+    assert all(np.array_equal(by_shape[w.shape], w) for w in loaded.get_weights())
+
+
+def check_names(folder: Path) -> None:
+    """They do not depend on what the process has made before."""
+    names = []
+    for _ in range(2):
+        model = keras.Sequential([keras.layers.Input((3,)), Twice(), keras.layers.Dense(2), Twice(), keras.layers.Dense(1, name="head")])
+        names.append([name for name, _ in named_variables(model)])
+        assert len(names[-1]) == len(model.weights)
+    of_twice = [f"{layer}.{part}" for layer in ("dense", "last") for part in ("kernel", "bias")]
+    expected = [*(f"twice.{name}" for name in of_twice), "dense.kernel", "dense.bias", *(f"twice_1.{name}" for name in of_twice)]
+    assert names[0] == names[1] == [*expected, "head.kernel", "head.bias"], names
+
+
+def check_what_is_refused(folder: Path) -> None:
+    """What, where and fix of what cannot be."""
+    for words, what, fix in [
+        (["model.name=mlp"], "trains a model of yours, and model.name=mlp is hvdtrain's", "package.module:function"),
+        (["model.name=keras_jobs:no_model"], "gave a int, not a keras.Model", "keras.Sequential"),
+        (["model.name=keras_jobs:too_few"], "the model gives (2, 9), not logits (2, 10)", "without softmax"),
+        (["model.name=keras_jobs:flat_alone"], "the model fails for inputs (2, 8, 8, 1) of float32", "the model gets (n, 8, 8, 1)"),
+        (["model.name=keras_jobs:normed", "shard.stage=1"], "framework=keras does not support shard.stage=1", "framework=torch"),
+        (["model.name=keras_jobs:normed", "optim.name=torch.optim.SGD"], "", ""),
+    ]:
+        try:
+            train(folder / "refused", *words)
+        except UserError as error:
+            assert what in error.what and fix in error.fix, f"{error}"
+        else:
+            raise AssertionError(f"{words} runs")
+    keras.config.set_dtype_policy("float32")
+    for words, what in [
+        (["speed.precision=fp64"], "the model has numbers of float32"),
+        (["framework=torch"], "the job of framework=torch"),
+    ]:
+        try:
+            train(folder / "refused", *words, model=normed((8, 8, 1), 10))
+        except UserError as error:
+            assert what in error.what, f"{error}"
+        else:
+            raise AssertionError(f"{words} runs")
+
+
+CHECKS: list[Callable[[Path], None]] = [check_names, check_resumed_bits, check_object_and_file, check_what_is_refused]
+
+
+def main(out: str, folder: str) -> None:
+    found = {}
+    for check in CHECKS:
+        try:
+            check(Path(folder) / check.__name__)
+            found[check.__name__] = ""
+        except BaseException:
+            found[check.__name__] = traceback.format_exc()
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
