@@ -68,6 +68,20 @@ def test_a_rank_joins_after_its_last_batch(backend: str) -> None:
     assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "1", "done", "done"], result.stderr
 
 
+@needs_keras
+@needs_mpirun
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_others_go_on_from_the_last_commit_of_fit(backend: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    argv, env = ["tests/support/keras_elastic.py", str(out)], environment(backend) | {"HVDTRAIN_ENGINE": "mpi"}
+    with ranks.Job(3, argv, options=["--with-ft", "ulfm"], env=env, is_warm=True) as job:
+        result = job.wait()
+    assert out.exists(), result.stderr
+    row = json.loads(out.read_text())
+    assert (row["size"], row["resets"], row["epoch"]) == (2, [2], 3)
+    assert row["found"] == pytest.approx([row["expected"]] * 2, rel=1e-12)
+
+
 @needs_tensorflow
 @needs_mpirun
 def test_the_page_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:

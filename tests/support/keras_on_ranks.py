@@ -356,26 +356,23 @@ def ranks_with_another_number_of_batches_are_named() -> str:
     raise AssertionError("no error")
 
 
+ON_TORCH_ALONE = (fit_with_sums, fit_with_a_factor, passes_are_averaged, a_schedule_changes_the_rate_of_epochs, errors_say_what_to_do)
 CHECKS = (
     fit_with_sgd,
     fit_with_adam,
-    fit_with_sums,
-    fit_with_a_factor,
     fit_in_16_bits_on_the_wire,
     accumulation_reduces_once_in_an_update,
     passes_are_added_up,
-    passes_are_averaged,
     fit_eagerly,
     a_loss_scale_leaves_out_a_step_on_all_ranks,
     mixed_precision_gets_a_loss_scale,
     metrics_are_averaged,
     warmup_changes_rate_and_momentum,
-    a_schedule_changes_the_rate_of_epochs,
     the_first_rank_begins,
     the_first_rank_begins_where_weights_come_with_data,
     a_saved_model_goes_on,
     calls_are_those_of_all_ranks,
-    errors_say_what_to_do,
+    *ON_TORCH_ALONE * (BACKEND == "torch"),  # the same code on each backend
     ranks_with_another_number_of_batches_are_named,
 )
 

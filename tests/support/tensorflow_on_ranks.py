@@ -193,6 +193,27 @@ def calls_take_what_tensorflow_has() -> str:
     return ""
 
 
+def a_state_is_that_of_the_last_commit() -> str:
+    weight = tf.Variable(1.0 + hvd.rank())
+    state = hvd.elastic.TensorFlowState([weight], batch=hvd.rank())
+    state.sync()
+    assert (float(weight), state.batch) == (1.0, 0)
+    for value, batch in ((2.0, 5), (3.0, 6)):
+        weight.assign(value)
+        state.batch = batch
+        if batch == 5:
+            state.commit()
+    state.restore()
+    assert (float(weight), state.batch) == (2.0, 5)
+    refused("global variables and sessions are of TensorFlow 1", hvd.elastic.TensorFlowState)
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    state = hvd.elastic.TensorFlowKerasState(net, keras.optimizers.SGD(0.1), epoch=hvd.rank())
+    state.sync()
+    close(hvd.allreduce(net.weights[0], op=hvd.Max), net.weights[0].numpy())
+    refused("Model must be built first", lambda: hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)])))
+    return ""
+
+
 def names_are_those_of_horovod() -> str:
     here = """Adasum Average Compression DistributedGradientTape DistributedOptimizer Sum allgather allgather_object allreduce alltoall
     broadcast broadcast_ broadcast_object broadcast_object_fn broadcast_variables global_process_set grouped_allgather grouped_allreduce
@@ -254,6 +275,7 @@ CHECKS = (
     an_embedding_fits_as_in_one_process,
     calls_have_gradients,
     calls_take_what_tensorflow_has,
+    a_state_is_that_of_the_last_commit,
     names_are_those_of_horovod,
     errors_say_what_to_do,
 )

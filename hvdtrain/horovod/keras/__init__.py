@@ -43,6 +43,7 @@ from hvdtrain.horovod.call import barrier as barrier
 from hvdtrain.horovod.call import join as join
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
 from hvdtrain.horovod.keras import callbacks as callbacks
+from hvdtrain.horovod.keras import elastic as elastic
 from hvdtrain.horovod.keras.calls import allgather as allgather
 from hvdtrain.horovod.keras.calls import allreduce as allreduce
 from hvdtrain.horovod.keras.calls import alltoall as alltoall

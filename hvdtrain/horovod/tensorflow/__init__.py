@@ -45,6 +45,7 @@ from hvdtrain.horovod.call import Sum as Sum
 from hvdtrain.horovod.call import barrier as barrier
 from hvdtrain.horovod.call import join as join
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
+from hvdtrain.horovod.tensorflow import elastic as elastic
 from hvdtrain.horovod.tensorflow.calls import allgather as allgather
 from hvdtrain.horovod.tensorflow.calls import allgather_object as allgather_object
 from hvdtrain.horovod.tensorflow.calls import allreduce as allreduce

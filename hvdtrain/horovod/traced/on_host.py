@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.horovod.engine.errors import BadCall
 
 IN_GRAPH = "hvdtrain_calls_the_host_so_set_jit_compile_False"  # the node that TensorFlow names where XLA should compile it
+FAILURES: list[BaseException] = []  # the last error of a call within a compiled function, whose library raises another one for it
 Shape = Sequence[int | None]  # None: known once the function runs
 Work = Callable[[list[Any]], Sequence[Any]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,6 +99,10 @@ def _on_arrays(work: Work) -> Callable[..., list[np.ndarray]]:
     """The work as a function of arrays, of which none is memory of the library's."""
 
     def call(*arrays: Any) -> list[np.ndarray]:
-        return [np.asarray(result) for result in work([np.array(array) for array in arrays])]
+        try:
+            return [np.asarray(result) for result in work([np.array(array) for array in arrays])]
+        except BaseException as error:
+            FAILURES[:] = [error]
+            raise
 
     return call

@@ -1,0 +1,96 @@
+"""hvd.elastic for Keras: a model that goes on from its last commit when a rank is lost, and callbacks that commit in fit()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvdtrain.horovod.elastic import ObjectState, State, init, shutdown
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.traced.elastic import VariablesState, run
+
+
+class KerasState(VariablesState):
+    """A model with its optimizer, and values: KerasState(model, batch=0, epoch=0)."""
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: None = None, **values: Any) -> None:
+        """optimizer: where it is not that of model.compile(). Raises BadCall for a model that is not built."""
+        if not model.built:
+            raise BadCall(
+                "Model must be built first", "hvd.elastic.KerasState()", "keras.Input(...) as its first layer, or model.build(shape)"
+            )
+        self.model = model
+        self.optimizer = model.optimizer if optimizer is None else optimizer
+        super().__init__(self._all_variables, **values)
+
+    def _all_variables(self) -> list[Any]:
+        if self.optimizer is None:
+            return list(self.model.weights)
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.trainable_variables)
+        return [*self.model.weights, *self.optimizer.variables]
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits the state after every `batches_per_commit` batches, and after each epoch."""
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self._state, self._every, self._batches = state, batches_per_commit, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
+        if self._batches % self._every == 0:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._commit()
+
+    def _commit(self) -> None:
+        self.model.built  # noqa: B018  # Callback.model: with JAX the variables are those of this moment
+        self._state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """state.batch is the last batch of the epoch, 0 after it. Before CommitStateCallback in the list."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """state.epoch counts epochs over all calls of fit(), each of which counts from 0. Before CommitStateCallback in the list."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state, self._before = state, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._before = self._state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._state.epoch = self._before + epoch + 1
+
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "init",
+    "run",
+    "shutdown",
+]
