@@ -379,7 +379,7 @@ class RecipeConfig(Section):
 
 
 class NormConfig(Section):
-    """Statistics of the model's batch norm layers (framework=torch)."""
+    """Statistics of the model's batch norm layers (framework=torch or jax)."""
 
     section = "norm"
     kind: Literal["batch", "ghost", "sync"] = Field(

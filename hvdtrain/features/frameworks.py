@@ -36,7 +36,6 @@ NOT_TORCH: dict[str, Supported] = {
     "shard.stage": Supported((0,), 1),
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
-    "norm.kind": Supported(("batch",), "sync"),
     "model.classifier_std": Supported((None,), 0.01),
 }
 IN_JAX = NOT_TORCH | {"shard.stage": Supported((2, 1, 0), 3)}
@@ -45,6 +44,7 @@ IN_NUMPY = NOT_TORCH | {
     "shard.offload": Supported(("none",), "optimizer"),
     "model.name": Supported(("linear",), "mlp"),
     "model.recompute": Supported(("none",), "all"),
+    "norm.kind": Supported(("batch",), "sync"),
     "speed.device": Supported(("auto", "cpu"), "cuda"),
     "log.noise_scale": Supported((False,), True),
     "log.samples": Supported((0,), 2, "task.name=language data.name=image_tokens"),

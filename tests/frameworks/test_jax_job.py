@@ -87,7 +87,7 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
         (["model.name=resnet18"], "unknown name for framework=jax: resnet18", "known: convnet, gpt, linear, mlp"),
         (["model.name=mlp", "model.widths=[0]"], "widths (0,) with dropout 0.0 make no network", "1 or more"),
         (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
-        (["model.name=convnet", "model.norm=true"], "framework=jax has no batch norm, which model.norm=true asks for", "model.norm=false"),
+        (["model.name=convnet", "model.dense=[0]"], "dense (0,) makes no layers", "1 or more"),
         ([OWN, "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'", "model.<name>=<value>"),
         ([OWN, "model.what=string"], "test_jax_job:own gave a str, not a pair of functions (init, apply)", "init(key) -> parameters"),
         ([OWN, "model.what=empty"], "test_jax_job:own has no parameter to train", "let init(key) give a dict of arrays"),
@@ -185,23 +185,28 @@ def test_two_ranks_continue_a_job_of_torch(engine: str, torchs: tuple[Path, Path
     assert epochs(run)[-1]["val_accuracy"] > 0.9
 
 
-def test_a_convnet_is_the_same_network_in_both_frameworks_or_the_job_says_why_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without norms each goes on where the other stopped; with torch's norms, its default, JAX says what differs."""
-    small = ["data.name=digits", "model.name=convnet", "model.widths=[2]", "stop.steps=1", "guard.start_s=6000"]
-    for run, more in (("norms", []), ("none", ["model.norm=false"])):
-        assert main([*small, *more, f"run={tmp_path / run}"]) == 0
-    capsys.readouterr()
-    assert main([f"resume={tmp_path / 'norms'}", f"run={tmp_path / 'norms'}", "framework=jax", "stop.steps=2"]) == 2
-    assert (
-        f"the checkpoint was made with model.norm=true, and framework=jax has false\n  where: {tmp_path / 'norms'}\n"
-        "  fix: framework=torch; or run=ANOTHER resume=no for a new job, with model.norm set: defaults differ"
-    ) in capsys.readouterr().err
-    assert main([f"resume={tmp_path / 'none'}", f"run={tmp_path / 'none'}", "framework=jax", "stop.steps=2"]) == 0
-    header = capsys.readouterr().out
-    assert "convnet has no batch norm in JAX (model.norm=false); framework=torch has one after each convolution" in header
-    assert "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed" in header
+def test_a_convnet_is_the_same_network_in_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With norms, its default: JAX goes on where torch stopped, and torch where JAX did, with the losses of torch alone."""
+    small = [
+        "data.name=digits",
+        "model.name=convnet",
+        "model.widths=[2]",
+        "speed.precision=fp64",
+        "guard.start_s=6000",
+        "log.every_steps=1",
+    ]
+
+    def losses(run: str, *words: str) -> list[float]:
+        assert main([*small, *words, f"run={tmp_path / run}"]) == 0
+        events = map(json.loads, (tmp_path / run / "events.jsonl").read_text().splitlines())
+        return [e["loss"] for e in events if e["kind"] == "step"]
+
+    whole = losses("whole", "stop.steps=3")
+    found = losses("first", "stop.steps=1")
+    found += losses("second", "framework=jax", "stop.steps=2", f"resume={tmp_path / 'first'}")
+    assert "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed" in capsys.readouterr().out
+    found += losses("third", "stop.steps=3", f"resume={tmp_path / 'second'}")
+    assert found == pytest.approx(whole, rel=1e-12) and len(found) == 3
 
 
 def test_work_of_a_rank_is_reported_only_where_phases_are_timed() -> None:

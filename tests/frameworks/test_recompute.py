@@ -129,7 +129,7 @@ def test_jax_moves_alike(name: str, which: Any) -> None:
             learner.step([learner.to_device(batch)], Hyper(lr=0.1, momentum=0.9, weight_decay=0.01, batch=8), step)
         states.append(learner.state())
         with learner.target.enable_x64():  # type: ignore[attr-defined]
-            program = jax.make_jaxpr(learner.model.outputs)(learner.weights, np.zeros((1, 4, 4, 2)))  # type: ignore[attr-defined]
+            program = jax.make_jaxpr(learner.model.outputs)(learner.weights, learner.buffers, np.zeros((1, 4, 4, 2)))  # type: ignore[attr-defined]
         assert str(program).count("remat") == {"none": 0, "2": 1, "all": 3}[f"{recompute}"]
     for key, value in states[0].items():
         assert np.array_equal(states[1][key], value), key

@@ -109,8 +109,8 @@ class _Options:
         words += [f"batch.size={self.batch}", "log.every_steps=1", "checkpoint.keep_last=99"]
         words += ["guard.equal_steps=2", "checkpoint.every_minutes=null", f"batch.evaluate={dice.choice((3, 7, 500))}"]
         words += [f"data.samples={self.samples}", f"data.val_samples={dice.randint(5, 30)}", WORDS_OF_MODEL[self.model]]
-        if self.model == "convnet" and self.framework == "torch":
-            words += ["model.norm=false", *self.sometimes(0.5, "model.dense=[7,5]", "model.dense=[6]")]
+        if self.model == "convnet":
+            words += ["model.norm=false", *self.sometimes(0.5 * (self.framework == "torch"), "model.dense=[7,5]", "model.dense=[6]")]
         if self.images:
             side = dice.choice(((4, 4, 2), (8, 8, 1), (9, 7, 3)))
             words += ["data.name=synthetic", f"data.shape=[{','.join(map(str, side))}]", f"data.classes={dice.randint(2, 7)}"]

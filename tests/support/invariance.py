@@ -46,7 +46,7 @@ JOBS = {
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2 optim.ema=0.9",
     "jax softmax": f"framework=jax model.name=linear optim.base_lr=0.05 {SEEN}",
-    "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
+    "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] model.norm=false optim.base_lr=0.2 batch.micro=5",
     "torch convnet, sync norm": SYNC,
     "torch convnet, sync norm, buckets": f"{SYNC} comm.reduce=bucket comm.bucket_mb=0.001",
     "torch convnet, sync norm, grown": f"{SYNC} recipe.growth=milestones recipe.grow_at=[0.1] recipe.grow_to=[77]",

@@ -65,7 +65,8 @@ JAX_JOBS = {
     "mlp, sgd, micro-batches": f"{JAX_MLP} optim.name=sgd optim.base_lr=0.2 batch.micro=2 model.label_smoothing=0.1",
     "everything": f"framework=jax {invariance.GROWN} max_steps=12",
     **{name: f"{JAX_MLP} {words}" for name, words in RULES.items()},
-    "convnet, noise, all decay": "framework=jax model.name=convnet model.widths=[4,6] optim.name=sgd optim.base_lr=0.1 max_steps=6 "
+    "convnet, noise, all decay": "framework=jax model.name=convnet model.widths=[4,6] model.norm=false optim.name=sgd "
+    "optim.base_lr=0.1 max_steps=6 "
     "optim.exclude=none recipe.gradient_noise=0.01 guard.nonfinite=skip",
 }
 NOISE_SCALE = f"{JAX_MLP} optim.name=sgd optim.base_lr=0.05 log.noise_scale=true"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
@@ -24,7 +24,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     from hvdtrain.frameworks.jax.model import Target, build_model
 
     target = Target(pick_device(jax, config, communicator), np.dtype("float64" if config.speed.precision == "fp64" else "float32"))
-    model = build_model(config, task, target)
+    model = build_model(config, task, target, communicator)
     check_patterns(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
     return JaxLearner(config, model, build_rule(config), task, communicator, target)
 
@@ -74,5 +74,5 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     jax = load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.model import Target, build_model
 
-    model = build_model(config, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
+    model = build_model(config, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")), SingleProcessCommunicator())
     return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

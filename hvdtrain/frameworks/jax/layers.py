@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,9 +12,9 @@ import numpy as np
 
 Params = dict[str, Any]  # arrays: {"fc.weight": ..., "fc.bias": ...}
 Init = Callable[[jax.Array], Params]  # key -> parameters
-Block = Callable[[Params, jax.Array], jax.Array]  # one of several parts of a model, all alike
+Block = Callable[[Params, Any], Any]  # one of several parts of a model: of activations, or of a Flow
 Wrap = Callable[[int, Block], Block]  # number of a block, from 0, and the block -> what is called in its place
-Apply = Callable[..., jax.Array]  # parameters, images (n, H, W, C) -> logits (n, classes)
+Apply = Callable[..., Any]  # parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
 
 
 def as_it_is(number: int, block: Block) -> Block:
@@ -39,17 +39,26 @@ class Reader(Protocol):
         """Tokens (n, m) at the positions from `first` on -> logits (n, m, vocabulary), and the cache with them."""
 
 
+class Flow(NamedTuple):
+    """Activations on their way through a model with batch norms."""
+
+    x: jax.Array  # (rows, ..., C)
+    buffers: Params  # of the norms that it has come to, as they are after the pass
+    turn: jax.Array  # what a synchronized norm gives to the next one: so ranks come to them in one order, and back
+
+
 class Functions(NamedTuple):
     """A model: what build() of a plugin returns. A user's own is a pair (init, apply)."""
 
     init: Init
-    apply: Apply  # what it does in training alone follows from its parameter `key`, None in evaluation
+    apply: Apply  # may have parameters `wrap`, `key`, of dropout, None in evaluation, and `norms`, of norm.py, with which it gives a Flow
     notes: tuple[str, ...] = ()  # lines for the header of a job
     ties: Mapping[str, str] = {}  # further name in a state dict -> the parameter that it is
     reader: Reader | None = None
+    norms: Mapping[str, int] = {}  # batch norm -> channels
 
 
-def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
+def start(key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()) -> Params:
     """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within 1 / sqrt(fan in), as torch starts them.
 
     All are parts of one draw: each draw of another shape would be compiled by itself, which takes longer than many small jobs.
@@ -60,8 +69,16 @@ def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
     for name, shape in shapes.items():
         weight, bias, row = np.split(row, np.cumsum(sizes[name]))
         bound = math.prod(shape[1:]) ** -0.5
-        params |= {f"{name}.weight": bound * weight.reshape(shape), f"{name}.bias": bound * bias}
+        params[f"{name}.weight"] = bound * weight.reshape(shape)
+        if name not in without_bias:
+            params[f"{name}.bias"] = bound * bias
     return params
+
+
+def start_norms(norms: Mapping[str, int]) -> Params:
+    """The scales and shifts of batch norms: 1 and 0."""
+    scales: Params = {f"{name}.weight": np.ones(channels) for name, channels in norms.items()}
+    return scales | {f"{name}.bias": np.zeros(channels) for name, channels in norms.items()}
 
 
 def dense(params: Params, name: str, x: jax.Array) -> jax.Array:
@@ -93,9 +110,10 @@ def flatten(x: jax.Array) -> jax.Array:
     return (jnp.transpose(x, (0, 3, 1, 2)) if x.ndim == 4 else x).reshape(len(x), -1)
 
 
-def convolve(params: Params, name: str, x: jax.Array, stride: int) -> jax.Array:
-    """A 3x3 cross-correlation with one row of zeros on each side: (n, H, W, inputs) -> (n, ceil(H / stride), ceil(W / stride), outputs)"""
-    layout = ("NHWC", "OIHW", "NHWC")  # weights (outputs, inputs, 3, 3), as torch has them
-    sides = ((1, 1), (1, 1))
-    found = jax.lax.conv_general_dilated(x, params[f"{name}.weight"], (stride, stride), sides, dimension_numbers=layout)
-    return found + params[f"{name}.bias"]
+def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
+    """A cross-correlation of odd size K with K // 2 rows of zeros on each side: (n, H, W, inputs) -> (n, ceil(H / stride), ..., outputs)"""
+    weight = params[f"{name}.weight"]  # (outputs, inputs, K, K), as torch has them
+    layout, padding = ("NHWC", "OIHW", "NHWC"), weight.shape[2] // 2
+    sides = ((padding, padding),) * 2
+    found = jax.lax.conv_general_dilated(x, weight, (stride, stride), sides, dimension_numbers=layout)
+    return found + params[f"{name}.bias"] if f"{name}.bias" in params else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -53,9 +54,9 @@ class JaxLearner(Learner):
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
-        self._has_averages = config.optim.ema is not None
+        self._has_averages, self._skips = config.optim.ema is not None, config.guard.nonfinite == "skip"
         self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
-        self.waits_only_in_communication = self._phases.are_timed
+        self.waits_only_in_communication = self._phases.are_timed and model.norms.ranks is None
         with target.enable_x64():
             formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields))
         self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
@@ -64,6 +65,8 @@ class JaxLearner(Learner):
         self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
         self.is_sharded = self._strategy.is_sharded
         self.weights = [target.to_device(p) for p in model.start]
+        start = model.norms.start()
+        self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
         self._where_model = config.where("model.name")
         self._decoder: Decoder | None = None  # since tokens were drawn
 
@@ -73,7 +76,7 @@ class JaxLearner(Learner):
     def to_device(self, batch: Batch) -> DeviceBatch:
         n = len(next(batch[name] for name in self.task.fields))
         if n == 0:
-            return DeviceBatch(0)
+            return DeviceBatch(0, 0, self._row_of_padding() if self.model.norms.ranks else {})
         weight = self.task.weight(batch)
         batch = augment.augment_batch(batch)
         padding = rows_for(n, self.largest) - n
@@ -83,8 +86,13 @@ class JaxLearner(Learner):
         sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(self.target.dtype)
         return DeviceBatch(n, weight, arrays | {"w": self.target.to_device(sample_weights)})
 
+    def _row_of_padding(self) -> dict[str, jax.Array]:
+        """What a rank without samples computes the collectives of synchronized norms with."""
+        arrays = {name: np.zeros((1, *field.shape), device_dtype(field, self.target.dtype)) for name, field in self.task.fields.items()}
+        return {name: self.target.to_device(array) for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()}
+
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
-        sums = zero_sums(self.task.sums)
+        sums, buffers = zero_sums(self.task.sums), self.buffers
         divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
         self._phases.begin()
         with self.target.enable_x64():
@@ -92,6 +100,9 @@ class JaxLearner(Learner):
                 key = key_data(fold(seed, _DROPOUT, self.communicator.rank, number))
                 sums = _add(sums, self._one_pass(batch, divisor, key), batch.n)
         self.weights, nonfinite, squares = self._strategy.update(self.weights, hyper, seed)
+        if self._skips and buffers:
+            with self.target.enable_x64():
+                self.buffers = jax.tree.map(functools.partial(jnp.where, nonfinite > 0), buffers, self.buffers)
         self._phases.wait_for(self.weights)
         self._phases.enter("")
         if squares:
@@ -102,15 +113,34 @@ class JaxLearner(Learner):
 
     def _one_pass(self, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Sums:
         """The sums of a micro-batch, whose gradient the strategy has after it, and nobody else."""
-        if not batch.n:
+        if not batch.arrays:
             self._strategy.add(None)
             return {}
-        gradient, sums = self._gradient(self.weights, batch, divisor, key)
-        self._strategy.add(gradient)
-        return sums
+        norms = self.model.norms
+        norms.check(batch.n)
+        found = self._gradient(self.weights, self.buffers, batch, divisor, key)
+        if norms.ranks:
+            jax.block_until_ready(found)
+            norms.ranks.raise_error()
+        self.buffers = found.buffers
+        self._strategy.add(found.row)
+        return found.sums
+
+    def trains_one_sample(self) -> bool:
+        return self.model.norms.takes(1)
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        pass  # JAX models have no buffers, and all ranks' weights are equal
+        """The weights are equal; running statistics become their mean over ranks, counts of updates the first rank's."""
+        if communicator.size == 1 or not self.buffers:
+            return
+        arrays = {name: np.asarray(array) for name, array in self.buffers.items()}
+        counts = {name: array for name, array in arrays.items() if array.dtype.kind == "i"}
+        running = {name: array for name, array in arrays.items() if name not in counts}
+        flat = communicator.allreduce(np.concatenate([array / communicator.size for array in running.values()]), "settle")
+        numbers = communicator.broadcast(np.stack(list(counts.values())), "settle.others")
+        means = np.split(flat, np.cumsum([len(array) for array in running.values()])[:-1])
+        found = dict(zip(running, means, strict=True)) | dict(zip(counts, numbers, strict=True))
+        self.buffers = {name: self.target.to_device(np.array(found[name])) for name in self.buffers}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -126,11 +156,11 @@ class JaxLearner(Learner):
         if not batch.n:
             return zero_sums(self.task.sums)
         with self.target.enable_x64():
-            return self._host_float64(_add(zero_sums(self.task.sums), self._sums(self.weights, batch), batch.n))
+            return self._host_float64(_add(zero_sums(self.task.sums), self._sums(self.weights, self.buffers, batch), batch.n))
 
     def predict(self, batch: DeviceBatch) -> Predictions:
         with self.target.enable_x64():
-            outputs = np.asarray(self._outputs(self.weights, batch))[: batch.n]
+            outputs = np.asarray(self._outputs(self.weights, self.buffers, batch))[: batch.n]
         return Predictions(outputs, self.evaluate(batch))
 
     def continue_sequences(
@@ -157,12 +187,13 @@ class JaxLearner(Learner):
 
     def pieces(self) -> Iterator[Piece]:
         yield from (whole_piece(f"p.{name}", p) for name, p in zip(self.model.names, self.weights, strict=True))
+        yield from (whole_piece(f"b.{name}", b) for name, b in self.buffers.items())
         for number, (name, state) in enumerate(zip(self.model.names, self._strategy.optimizer_state, strict=True)):
             yield from (self._strategy.piece(f"s.{name}.{i}", number, array) for i, array in enumerate(state))
 
     def state_dict_names(self) -> dict[str, str]:
         ties = {name: f"p.{of}" for name, of in self.model.functions.ties.items()}
-        return plain_names(f"p.{name}" for name in self.model.names) | ties
+        return plain_names([*(f"p.{name}" for name in self.model.names), *(f"b.{name}" for name in self.buffers)]) | ties
 
     def load(self, state: Arrays | ArrayStream) -> None:
         live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)
@@ -170,6 +201,7 @@ class JaxLearner(Learner):
         loaded = {name: self._part_on_device(live[name], array) for name, array in stream.arrays}
         names = self.model.names
         self.weights = [loaded.get(f"p.{name}", old) for name, old in zip(names, self.weights, strict=True)]
+        self.buffers = {name: loaded.get(f"b.{name}", old) for name, old in self.buffers.items()}
         self._strategy.optimizer_state = [
             tuple(loaded.get(f"s.{name}.{i}", old) for i, old in enumerate(state))
             for name, state in zip(names, self._strategy.optimizer_state, strict=True)

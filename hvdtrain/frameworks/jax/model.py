@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params
+from hvdtrain.frameworks.jax.norm import BatchNorms
 from hvdtrain.tasks.task import Place, Task, part_of, wrong_shapes
 
 
@@ -37,6 +39,13 @@ class Target(NamedTuple):
             return jax.device_put(array, self.device)
 
 
+class Pass(NamedTuple):
+    """A forward pass in training."""
+
+    key: jax.Array  # for dropout
+    samples: Any  # rows that are none of padding
+
+
 class Model(NamedTuple):
     """Parameters in one order, and the functions of them."""
 
@@ -45,12 +54,18 @@ class Model(NamedTuple):
     start: list[np.ndarray]
     structure: Any  # of the user's own tree of parameters
     functions: Functions
+    norms: BatchNorms
 
-    def outputs(self, weights: list[jax.Array], x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """x (n, ...), as the task prepares it -> (n, ...). key: in training, for a function that has a parameter `key`."""
-        apply = self.functions.apply
-        more = {"key": key} if "key" in inspect.signature(apply).parameters else {}
-        return apply(self.tree(weights), x, **more)
+    def outputs(self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None) -> tuple[jax.Array, Params]:
+        """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass. of_pass: None in evaluation."""
+        apply, params = self.functions.apply, self.tree(weights)
+        known = inspect.signature(apply).parameters
+        more = {"key": of_pass.key} if of_pass and "key" in known else {}
+        if "norms" not in known:
+            return apply(params, x, **more), buffers
+        norms = self.norms.of_pass(of_pass.samples if of_pass else len(x), training=of_pass is not None)
+        flow = apply({**params, **buffers}, x, norms=norms, **more)
+        return flow.x, buffers | flow.buffers
 
     def tree(self, weights: list[jax.Array]) -> Params:
         """The parameters as init() gave them."""
@@ -67,15 +82,16 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def build_model(config: Config, task: Task, target: Target) -> Model:
+def build_model(config: Config, task: Task, target: Target, communicator: Communicator) -> Model:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
     name, where = config.model.name, config.where("model.name")
     functions = _functions(config, task)
+    norms = BatchNorms(config.norm, functions.norms, communicator)
     with target.enable_x64(), jax.default_device(target.device):
         paths, structure = jax.tree_util.tree_flatten_with_path(functions.init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
-        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, functions)
+        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms)
         _check_outputs(model, config, task, target)
     return model
 
@@ -110,7 +126,8 @@ def _check_outputs(model: Model, config: Config, task: Task, target: Target) -> 
     part = part_of(task, "jax", config, Place(target.dtype))
     batch = {name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype)) for name, field in task.fields.items()}
     inputs = jax.eval_shape(part.inputs, batch)
-    found = jax.eval_shape(model.outputs, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start], inputs)
+    weights = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start]
+    found, _ = jax.eval_shape(model.outputs, weights, model.norms.start(), inputs)
     fits = isinstance(found, jax.ShapeDtypeStruct) and task.fits(found.shape, 2)
     if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
         shape = f"{found.dtype} {found.shape}" if isinstance(found, jax.ShapeDtypeStruct) else type(found).__name__

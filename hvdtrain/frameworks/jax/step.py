@@ -14,7 +14,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images.views import Views
-from hvdtrain.frameworks.jax.model import Model, key_of
+from hvdtrain.frameworks.jax.layers import Params
+from hvdtrain.frameworks.jax.model import Model, Pass, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.optim.rule import ArrayOps, Ops, Rule, clip, is_excluded
 from hvdtrain.tasks.task import Each, Part
@@ -24,7 +25,7 @@ OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of Mod
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples it has no arrays."""
+    """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples it has no arrays, or one row."""
 
     n: int
     weight: int = 0  # of Task.weight()
@@ -33,39 +34,49 @@ class DeviceBatch(NamedTuple):
     arrays: dict[str, jax.Array] = {}  # noqa: RUF012 (never written)
 
 
+class Gradient(NamedTuple):
+    """What a pass of a micro-batch gives."""
+
+    row: jax.Array  # of all parameters
+    sums: Sums
+    buffers: Params  # after it
+
+
 class Formulas:
-    """Loss and gradient. Batches that reach them have samples."""
+    """Loss and gradient. Batches that reach them have rows."""
 
     def __init__(self, model: Model, part: Part, views: Views) -> None:
         self.model, self.part, self.views = model, part, views
 
-    def sums(self, weights: Weights, batch: DeviceBatch) -> Sums:
+    def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
         """In evaluation."""
-        return _sums(self.part.each(self.outputs(weights, batch), batch.arrays, False), batch.n)
+        return _sums(self.part.each(self.outputs(weights, buffers, batch), batch.arrays, False), batch.n)
 
-    def outputs(self, weights: Weights, batch: DeviceBatch) -> jax.Array:
+    def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> jax.Array:
         """(rows, ...) of the model in evaluation: the mean over the views of each sample."""
-        outputs: jax.Array = self.views.mean(batch.arrays, lambda arrays: self._outputs(weights, arrays), jnp)
+
+        def of_view(arrays: Mapping[str, jax.Array]) -> jax.Array:
+            return self.model.outputs(weights, buffers, self.part.inputs(arrays))[0]
+
+        outputs: jax.Array = self.views.mean(batch.arrays, of_view, jnp)
         return outputs
 
-    def gradient(self, weights: Weights, batch: DeviceBatch, divisor: int, key: Any) -> tuple[jax.Array, Sums]:
-        """The gradients of all parameters in one row, of the sum of losses over `divisor`; and the sums. key: the data of one, for dropout.
+    def gradient(self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: Any) -> Gradient:
+        """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for dropout.
 
         The row is NaN where the loss is not finite: the reduction brings that to every rank.
         """
         sample_weights = batch.arrays["w"]
 
-        def mean(weights: Weights) -> tuple[jax.Array, Each]:
-            each = self.part.each(self._outputs(weights, batch.arrays, key_of(key)), batch.arrays, True)
-            return (each.loss * sample_weights).sum() / divisor, each  # a sum over ranks is the mean over the global batch
+        def mean(weights: Weights) -> tuple[jax.Array, tuple[Each, Params]]:
+            of_pass = Pass(key_of(key), batch.n)
+            outputs, changed = self.model.outputs(weights, buffers, self.part.inputs(batch.arrays), of_pass)
+            each = self.part.each(outputs, batch.arrays, True)
+            return (each.loss * sample_weights).sum() / divisor, (each, changed)  # a sum over ranks is the mean over the global batch
 
-        gradients, each = jax.grad(mean, has_aux=True)(weights)
+        gradients, (each, changed) = jax.grad(mean, has_aux=True)(weights)
         row, sums = jnp.concatenate([g.ravel() for g in gradients]), _sums(each, batch.n)
-        return jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums
-
-    def _outputs(self, weights: Weights, arrays: Mapping[str, jax.Array], key: jax.Array | None = None) -> jax.Array:
-        """Outputs for each row as it is."""
-        return self.model.outputs(weights, self.part.inputs(arrays), key)
+        return Gradient(jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums, changed)
 
 
 def _sums(each: Each, samples: Any) -> Sums:

@@ -1,4 +1,4 @@
-"""A small convolutional network without norms: the one of models/convnet.py with norm=false."""
+"""A small convolutional network: the one of frameworks/torch/models/convnet.py."""
 
 from __future__ import annotations
 
@@ -8,40 +8,71 @@ import itertools
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Functions, Params, Wrap, as_it_is, convolve, dense, start
+from hvdtrain.frameworks.jax.layers import (
+    OTHER_NUMBERS,
+    Flow,
+    Functions,
+    Params,
+    Wrap,
+    as_it_is,
+    convolve,
+    dense,
+    start,
+    start_norms,
+)
+from hvdtrain.frameworks.jax.norm import Norms
 
-_NO_NORM = "convnet has no batch norm in JAX (model.norm=false); framework=torch has one after each convolution, unless model.norm=false"
 
-
-def build(name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64), norm: bool = False) -> Functions:
-    """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
+def build(
+    name: str,
+    shape: tuple[int, int, int],
+    outputs: int,
+    *,
+    widths: tuple[int, ...] = (16, 32, 64),
+    norm: bool = True,
+    dense: tuple[int, ...] = (),
+) -> Functions:
+    """3x3 convolutions that halve the image, each with a norm and ReLU; the mean over what is left of it; dense layers; logits.
 
     widths: channels of each convolution
-    norm: false: no batch norm, as framework=torch with model.norm=false; JAX has no other
+    norm: true: a batch norm after each convolution; false: none, so that any number of ranks computes the same
+    dense: neurons of hidden dense layers, each with ReLU
 
-    Raises UserError for widths below 1, and for norms.
+    Raises UserError for widths below 1.
     """
-    if norm:
-        fix = "model.norm=false, with which framework=torch has the same network; or framework=torch"
-        raise UserError("framework=jax has no batch norm, which model.norm=true asks for", "model.norm", fix)
+    if min(dense, default=1) < 1:
+        raise UserError(f"dense {dense} makes no layers", "model.dense", "1 or more for each hidden dense layer, or leave it out")
     if min(widths, default=0) < 1:
         raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
-    layers = [f"conv{i}" for i in range(1, len(widths) + 1)]
+    convolutions, norms = [f"conv{i}" for i in range(1, len(widths) + 1)], {}
+    last = [*(f"dense.fc{i}" for i in range(1, len(dense) + 1)), "dense.fc"] if dense else ["fc"]
     sizes = itertools.pairwise((shape[2], *widths))
     shapes: dict[str, tuple[int, ...]] = {
-        layer: (outputs, inputs, 3, 3) for layer, (inputs, outputs) in zip(layers, sizes, strict=True)
-    } | {"fc": (outputs, widths[-1])}
+        layer: (outputs, inputs, 3, 3) for layer, (inputs, outputs) in zip(convolutions, sizes, strict=True)
+    } | {layer: (outputs, inputs) for layer, (inputs, outputs) in zip(last, itertools.pairwise((widths[-1], *dense, outputs)), strict=True)}
+    if norm:
+        norms = {f"norm{i}": width for i, width in enumerate(widths, start=1)}
 
     def init(key: jax.Array) -> Params:
-        return start(key, shapes)
+        return start(key, shapes, convolutions if norm else ()) | start_norms(norms)
 
-    def apply(params: Params, x: jax.Array, wrap: Wrap = as_it_is) -> jax.Array:
-        for number, layer in enumerate(layers):
-            x = wrap(number, functools.partial(_convolution, layer))(params, x)  # (n, ceil(H / 2), ceil(W / 2), width)
-        return dense(params, "fc", x.mean((1, 2)))
+    def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
+        flow = norms.begin(x)
+        for number in range(len(widths)):
+            flow = wrap(number, functools.partial(_convolution, number + 1, norms if norm else None))(params, flow)
+        return flow._replace(x=_dense(last, params, flow.x.mean((1, 2))))
 
-    return Functions(init, apply, (_NO_NORM, OTHER_NUMBERS))
+    return Functions(init, apply, (OTHER_NUMBERS,), norms=norms)
 
 
-def _convolution(layer: str, params: Params, x: jax.Array) -> jax.Array:
-    return jax.nn.relu(convolve(params, layer, x, stride=2))
+def _convolution(number: int, norms: Norms | None, params: Params, flow: Flow) -> Flow:
+    """(n, H, W, C) -> (n, ceil(H / 2), ceil(W / 2), width)"""
+    flow = flow._replace(x=convolve(params, f"conv{number}", flow.x, stride=2))
+    flow = norms(params, f"norm{number}", flow) if norms else flow
+    return flow._replace(x=jax.nn.relu(flow.x))
+
+
+def _dense(layers: list[str], params: Params, x: jax.Array) -> jax.Array:
+    for layer in layers[:-1]:
+        x = jax.nn.relu(dense(params, layer, x))
+    return dense(params, layers[-1], x)
