@@ -25,7 +25,7 @@ FEATURES = {  # a word of each, and the files that are its own
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("servers", "parameter_server", "replay.py", "update_log.py"),
     "noise_scale": ("noise",),
-    "dense": ("dense",),
+    r"parallel\.dense|dense_part|dense_updates": ("dense",),
     "views": ("views",),
 }
 DATA = ("features/", "config/schema.py")  # what excludes what, and the keys
