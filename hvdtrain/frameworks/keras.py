@@ -313,7 +313,7 @@ class GivenKerasModel:
     def take(self, learner: Any) -> None:
         """Copies the weights that an evaluation has, the averages where there are some, and all else that the layers keep."""
         with learner.averaged():
-            found = {**learner.weights, **learner.model.buffers()}
+            found = learner.weights() if callable(learner.weights) else {**learner.weights, **learner.model.buffers()}
             for name, variable in named_variables(self.model):
                 if name in found:
                     variable.assign(found[name])

@@ -81,6 +81,8 @@ def with_given(config: Config, given: Makers) -> Config:
         raise UserError(what, config.where("data.val_share"), "one of them")
     for one in given.values():
         if one.framework is not None and config.framework != one.framework:
+            if config.origin("framework") != DEFAULT and config.framework == "torch":
+                continue  # Keras on torch
             if config.origin("framework") != DEFAULT:
                 what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
                 raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")

@@ -16,7 +16,7 @@ Weights = dict[str, list[Any]]  # by recipe
 
 
 def trained(folder: Path, framework: str, size: int, *jobs: str) -> Weights:
-    """framework: "torch", "jax", or "keras-BACKEND"."""
+    """framework: "torch", "jax", "keras-BACKEND" or "keras by torch-torch"."""
     folder.mkdir(exist_ok=True)
     name, _, backend = framework.partition("-")
     out = folder / f"{framework}-{size}.json"
@@ -52,6 +52,19 @@ def test_keras_has_the_weights_of_torch_on_any_number_of_ranks(backend: str, in_
     assert_near(trained(tmp_path / "1", f"keras-{backend}", 1, *RECIPES), in_torch, *RECIPES)
     some = list(RECIPES) if FULL else ["sgd", "lamb", "mixed"]
     assert_near(trained(tmp_path / "3", f"keras-{backend}", 3, *some), in_torch, *some)
+
+
+@needs_keras
+@needs_mpirun
+def test_keras_on_torch_has_what_framework_torch_has(in_torch: Weights, tmp_path: Path) -> None:
+    """Parts of the optimizer's state, DDP and averages of a model of Keras."""
+    ways = {
+        "sgd": "shard.stage=2 comm.engine=mpi",
+        "averaged": "comm.reduce=ddp comm.engine=torchdist",
+        "lamb": "shard.stage=1 comm.engine=mpi",
+    }
+    some = [f"{recipe} {words}" for recipe, words in ways.items()]
+    assert_near(trained(tmp_path, "keras by torch-torch", 3, *some), in_torch, *ways)
 
 
 @needs_keras

@@ -73,7 +73,7 @@ def in_keras() -> Any:
     return model
 
 
-MAKERS = {"torch": in_torch, "jax": in_jax, "keras": in_keras}
+MAKERS = {"torch": in_torch, "jax": in_jax, "keras": in_keras, "keras by torch": in_keras}
 
 
 def main(framework: str, out: str, folder: str, *jobs: str) -> None:
@@ -81,7 +81,7 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
     for job in jobs:
         name, *words = job.split()
         recipe = [*COMMON.split(), *RECIPES[name].split(), *words]
-        run = hvdtrain.train(f"framework={framework}", f"run={folder}/{name}", *recipe, model=MAKERS[framework]())
+        run = hvdtrain.train(f"framework={framework.rsplit(maxsplit=1)[-1]}", f"run={folder}/{name}", *recipe, model=MAKERS[framework]())
         found[name] = [weight.tolist() for weight in weights_of(run, framework)]
         if run.rank == 0:
             Path(out).write_text(json.dumps(found))
@@ -89,7 +89,7 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
 
 def weights_of(run: hvdtrain.Run, framework: str) -> Sequence[np.ndarray]:
     """As first_weights() has them."""
-    arrays = [array.T if framework == "keras" else array for array in run.weights.values()]
+    arrays = [array.T if framework.startswith("keras") else array for array in run.weights.values()]
     by_shape = {array.shape: array for array in arrays}
     assert len(arrays) == 4, list(run.weights)
     return [by_shape[weight.shape] for weight in first_weights()]

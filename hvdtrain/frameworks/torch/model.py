@@ -21,6 +21,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch.forward import first_of
+from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
@@ -144,7 +145,8 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
-    model: torch.nn.Module = by_name.build_model(config, task, "frameworks/torch/models")
+    set_number_type(config)
+    model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="

@@ -12,7 +12,7 @@ from hvdtrain.comm.communicator import Communicator, Handle
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
 Table = dict[str, torch.Tensor | None]  # a module's own, live: a forward pass may put another tensor under a name
-RUNNING = ("running_mean", "running_var")
+RUNNING = ("running_mean", "running_var", "moving_mean", "moving_variance")  # of torch, of Keras
 
 
 class Buffers:

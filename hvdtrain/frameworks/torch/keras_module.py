@@ -1,0 +1,88 @@
+"""KerasModule: a keras.Model on Keras' torch backend as a torch module, whose weights have the names of framework=keras."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.keras import load_keras, named_variables
+from hvdtrain.tasks.inputs import transform_of
+from hvdtrain.tasks.task import Task
+
+
+def set_number_type(config: Config) -> None:
+    """Before a user's function makes a model of Keras: its layers are of the job's number type."""
+    if plugins.is_dotted(config.model.name) and config.model.given is None:
+        plugins.own_function(config.model)  # imports what it needs
+        if "keras" in sys.modules:
+            load_keras(config.where("model.name"), _number_type(config))
+
+
+def _number_type(config: Config) -> np.dtype[Any]:
+    return np.dtype("float64" if config.speed.precision == "fp64" else "float32")
+
+
+def as_module(model: Any, config: Config, task: Task) -> Any:
+    """A model of Keras as a torch module; anything else as it is. Raises UserError for one of another backend."""
+    keras = sys.modules.get("keras")
+    if keras is None or not isinstance(model, keras.Model):
+        return model
+    where = config.where("model.name")
+    if keras.backend.backend() != "torch":
+        what = f"the model is of Keras on {keras.backend.backend()}, and framework=torch trains models of torch"
+        raise UserError(what, where, "KERAS_BACKEND=torch; or framework=keras")
+    if config.shard.stage == 3:
+        what = "shard.stage=3 gives the weights of a model other tensors, and Keras keeps its own"
+        raise UserError(what, config.where("shard.stage"), "shard.stage=2")
+    wanted = _number_type(config).name
+    load_keras(where, _number_type(config))  # its operations are of that type, too
+    if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
+        what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {wanted}"
+        raise UserError(what, config.where("speed.precision"), f"keras.config.set_dtype_policy('{wanted}') before the model is made")
+    transform = transform_of(task)
+    is_of_images = transform is not None and transform.is_of_images
+    return KerasModule(model, task.sizes.get("shape", ()), is_of_images)
+
+
+class KerasModule(nn.Module):
+    """Calls the model, whose variables' own tensors are its parameters and buffers."""
+
+    def __init__(self, model: Any, shape: tuple[int, ...], is_of_images: bool) -> None:
+        """shape: of a sample, with which an unbuilt model is built; is_of_images: it is called with (n, channels, height, width)."""
+        super().__init__()
+        self._model: tuple[Any] = (model,)  # no submodule: its parameters have names of their own
+        self._is_of_images = is_of_images
+        if not model.built:
+            model(np.zeros((1, *shape), np.float32))
+        drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
+        for name, variable in named_variables(model):
+            if id(variable) not in drawn:
+                self._register(name.split("."), variable)
+        if any(p.device.type != "cpu" for p in self.parameters()):
+            self.to("cpu")  # until the job says where
+
+    def _register(self, path: list[str], variable: Any) -> None:
+        module: nn.Module = self
+        for name in path[:-1]:
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        if variable.trainable:
+            module.register_parameter(path[-1], variable._value)
+        else:
+            variable._value = variable._value.detach()  # a buffer, which shares its memory
+            module.register_buffer(path[-1], variable._value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        import keras
+
+        x = x.permute(0, 2, 3, 1) if self._is_of_images else x
+        with keras.device(str(x.device)):
+            return self._model[0](x, training=self.training)
