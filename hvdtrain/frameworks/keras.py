@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,20 +40,39 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
     Raises UserError where Keras is missing, or the model is none, or does not fit the task.
     """
-    _use_gpu(communicator)
+    _share_cores(communicator)
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     keras = load_keras(config.where("framework"), dtype)
+    _use_gpu(keras.backend.backend(), communicator.local_rank)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
     model = Model(keras, _make(keras, config, task), config, task, dtype)
     check_patterns(config, {name: p.shape for name, p in model.weights.items()})
     return HostLearner(config, task, model, build_rule(config), communicator, dtype)
 
 
-def _use_gpu(communicator: Communicator) -> None:
-    """This rank's GPU, for Keras on torch, and its threads. Every rank calls it, before Keras is imported."""
+def _share_cores(communicator: Communicator) -> None:
+    """This rank takes its part of the host's cores. Every rank calls it, before Keras is imported."""
     threads = fair_threads(communicator)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def _use_gpu(backend: str, local_rank: int) -> None:
+    """This rank takes one of the host's GPUs, where the backend sees any."""
+    if backend == "torch":
+        cuda = importlib.import_module("torch").cuda
+        if cuda.is_available():
+            cuda.set_device(local_rank % cuda.device_count())
+    elif backend == "tensorflow":
+        config = importlib.import_module("tensorflow").config
+        if gpus := config.list_physical_devices("GPU"):
+            with contextlib.suppress(RuntimeError):  # the script has used TensorFlow before, and has chosen
+                config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
+                config.experimental.set_memory_growth(gpus[local_rank % len(gpus)], True)
+    else:
+        jax = importlib.import_module("jax")
+        devices = jax.local_devices()
+        jax.config.update("jax_default_device", devices[local_rank % len(devices)])
 
 
 def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
@@ -80,7 +100,7 @@ def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
 
 def _keep_float64() -> None:
     """Has Keras compute in float64. On torch and JAX its table of result types names float32 in its place (3.15, dtypes.result_type())."""
-    with contextlib.suppress(ImportError, AttributeError):
+    with contextlib.suppress(ImportError, AttributeError, LookupError):
         dtypes = importlib.import_module("keras.src.backend.common.dtypes")
         if dtypes.BIT64_TO_BIT32_DTYPE["float64"] != "float64":
             dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
@@ -211,13 +231,8 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {"torch": OnTorch, "jax": OnJax, "
 
 
 def _to_host(value: Any) -> np.ndarray:
-    return np.asarray(value.cpu() if hasattr(value, "cpu") and not callable(getattr(value, "numpy", None)) else _as_numpy(value))
-
-
-def _as_numpy(value: Any) -> Any:
-    if hasattr(value, "detach"):
-        return value.detach().cpu().numpy()
-    return value.numpy() if hasattr(value, "numpy") else value
+    """A tensor of any backend as an array."""
+    return np.asarray(sys.modules["keras"].ops.convert_to_numpy(value))
 
 
 class Model:
