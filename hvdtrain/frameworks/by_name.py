@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,15 +43,23 @@ def _check_images(config: Config, task: Task, signature: inspect.Signature) -> N
         raise UserError(what, config.where("model.name"), "model.name=mlp or linear, or a class of your own")
 
 
+def is_made_with_the_model(config: Config) -> bool:
+    """Whether optim.name means a class of torch.optim or of the user's, or a function of optax or of the user's, not a rule."""
+    others = {"torch": ("optax.", "optax:"), "jax": ("torch.", "torch:")}.get(config.framework, ("",))
+    return plugins.is_dotted(config.optim.name) and not config.optim.name.startswith(others)
+
+
 def build_rule(config: Config) -> Rule:
     """The rule, with the options of `optim`, for its groups, and with averages.
 
-    Raises UserError for a class of torch.optim, which is not a rule.
+    Raises UserError for a user's own optimizer, which is not a rule.
     """
     name, where = config.optim.name, config.where("optim.name")
     if plugins.is_dotted(name):
-        what = f"{name} is a torch optimizer, framework={config.framework} needs a rule"
-        raise UserError(what, where, "framework=torch, or a name of `list`")
+        kind = {"torch": "a torch optimizer", "optax": "a function of optax"}.get(re.split("[.:]", name)[0], "code of your own")
+        takes = {"torch": " or a class of torch.optim", "jax": " or a function of optax"}.get(config.framework, "")
+        fix = f"framework={'jax' if kind.endswith('optax') else 'torch'}, or a name of `list`"
+        raise UserError(f"{name} is {kind}, framework={config.framework} needs a rule{takes}", where, fix)
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
     groups = tuple(Group(group.names, group.rate, group.decay, group.momentum) for group in config.optim.groups)

@@ -21,6 +21,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.tasks.task import Task
 
+MADE_BY = "s.made by "  # begins the entry that names a user's optimizer; no parameter's name has a space
 _SAMPLING = 0x73616D70  # of counters, apart from those of other random numbers
 
 
@@ -310,6 +311,19 @@ def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
     for name, shape in state.items():
         if model[name] != shape:
             raise UserError(f"{name} has shape {shape}, the model has {model[name]}", where, fix)
+
+
+def check_maker(maker: str, names: Iterable[str]) -> None:
+    """Raises UserError where the optimizer state among the names of a state was made by another function of the user's than `maker`.
+
+    A state without any fits every optimizer; of a rule `maker` is empty.
+    """
+    state = [name for name in names if name.startswith("s.")]
+    theirs = next((name.removeprefix(MADE_BY) for name in state if name.startswith(MADE_BY)), "")
+    if state and theirs != maker:
+        there, here = theirs or "one of hvdtrain's own optimizers", maker or "one of hvdtrain's own"
+        fix = f"optim.name={theirs}" if theirs else "the optim.name of its run folder's config.yaml"
+        raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
 
 
 def asked_threads() -> int | None:

@@ -13,12 +13,11 @@ from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.config.lengths import parse_duration
-from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import PlannedJob
-from hvdtrain.frameworks.by_name import build_rule
+from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import engine_of
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
@@ -69,5 +68,5 @@ def _check_single_options(config: Config) -> None:
     if config.comm.address is not None:
         parse_address(config.comm.address, config.where("comm.address"))
     parse_profile_steps(config.profile.steps, config.where("profile.steps"))
-    if config.framework != "torch" or not is_dotted(config.optim.name):  # a class of torch.optim is made with the model
+    if not is_made_with_the_model(config):
         build_rule(config)

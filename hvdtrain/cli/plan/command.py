@@ -33,7 +33,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.frameworks.by_name import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
@@ -231,8 +231,8 @@ def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData
 
 
 def _rule(config: Config) -> Rule | None:
-    """The optimizer; None for a class of torch.optim, whose state is known only after its first step."""
-    if plugins.is_dotted(config.optim.name) and config.framework == "torch":
+    """The optimizer; None for a user's own or one of torch.optim or optax, whose state is known only after its first step."""
+    if is_made_with_the_model(config):
         plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(config)
         return None
     return build_rule(config)

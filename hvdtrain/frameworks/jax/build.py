@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.by_name import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import check_patterns
 from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
 from hvdtrain.tasks.task import Task
 
@@ -20,13 +20,13 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=jax."""
     jax = load_jax(config.where("framework"))
     start_threads(jax, communicator)
-    from hvdtrain.frameworks.jax.learner import JaxLearner
+    from hvdtrain.frameworks.jax.learner import JaxLearner, make_optimizer
     from hvdtrain.frameworks.jax.model import Target, build_model
 
     target = Target(pick_device(jax, config, communicator), np.dtype("float64" if config.speed.precision == "fp64" else "float32"))
     model = build_model(config, task, target, communicator)
     check_patterns(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
-    return JaxLearner(config, model, build_rule(config), task, communicator, target)
+    return JaxLearner(config, model, make_optimizer(config, model), task, communicator, target)
 
 
 def load_jax(where: str) -> Any:
@@ -67,6 +67,14 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
         raise UserError("no CUDA device is visible to jax", config.where("speed.device"), fix)
     return devices[communicator.local_rank % len(devices)]
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises UserError where build() would refuse the function that optim.name means, whatever the model."""
+    load_jax(config.where("framework"))
+    from hvdtrain.frameworks.jax.user_optimizer import UserFunction
+
+    UserFunction(config)
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:

@@ -20,23 +20,26 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
 from hvdtrain.frameworks.jax.sampling import Decoder
-from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas, Optimizer, Phases
+from hvdtrain.frameworks.jax.step import AnyOptimizer, DeviceBatch, Formulas, Optimizer, Phases
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
+from hvdtrain.frameworks.jax.user_optimizer import UserOptimizer
 from hvdtrain.frameworks.jax.zero import Zero
 from hvdtrain.frameworks.learner import (
+    MADE_BY,
     Gpu,
     Learner,
     Predictions,
     check_fit,
+    check_maker,
     gather,
     global_weight,
     plain_names,
     sampling_numbers,
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
-from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise import noise_scale_sums
 from hvdtrain.tasks.task import Place, Task, part_of
 
@@ -46,7 +49,9 @@ _DROPOUT = 0x64726F70  # of counters, apart from those of other random numbers
 class JaxLearner(Learner):
     """A JAX model of samples (n, ...), each sample by itself: batches are padded with copies."""
 
-    def __init__(self, config: Config, model: Model, rule: Rule, task: Task, communicator: Communicator, target: Target) -> None:
+    def __init__(
+        self, config: Config, model: Model, optimizer: AnyOptimizer, task: Task, communicator: Communicator, target: Target
+    ) -> None:
         self.task, self.communicator, self.target = task, communicator, target
         self.data = self.readers = communicator
         self.model = model._replace(start=[])  # whose memory is free after the first step
@@ -60,10 +65,10 @@ class JaxLearner(Learner):
         with target.enable_x64():
             formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields))
         self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
-        optimizer = Optimizer(config, rule, model.names, [p.shape for p in model.start])
         strategy = Zero if config.shard.stage else Replicated
         self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
         self.is_sharded = self._strategy.is_sharded
+        self._optimizer, self._zero = optimizer, target.to_device(np.zeros((), target.dtype))
         self.weights = [target.to_device(p) for p in model.start]
         start = model.norms.start()
         self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
@@ -188,8 +193,12 @@ class JaxLearner(Learner):
     def pieces(self) -> Iterator[Piece]:
         yield from (whole_piece(f"p.{name}", p) for name, p in zip(self.model.names, self.weights, strict=True))
         yield from (whole_piece(f"b.{name}", b) for name, b in self.buffers.items())
-        for number, (name, state) in enumerate(zip(self.model.names, self._strategy.optimizer_state, strict=True)):
-            yield from (self._strategy.piece(f"s.{name}.{i}", number, array) for i, array in enumerate(state))
+        parameters = len(self.model.names)
+        for number, (names, state) in enumerate(self._named_state()):
+            for name, array in zip(names, state, strict=True):
+                yield self._strategy.piece(name, number, array) if number < parameters else whole_piece(name, array)
+        if self._optimizer.made_by:
+            yield whole_piece(MADE_BY + self._optimizer.made_by, self._zero)
 
     def state_dict_names(self) -> dict[str, str]:
         ties = {name: f"p.{of}" for name, of in self.model.functions.ties.items()}
@@ -197,15 +206,20 @@ class JaxLearner(Learner):
 
     def load(self, state: Arrays | ArrayStream) -> None:
         live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)
+        check_maker(self._optimizer.made_by, stream.shapes)
         check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
         loaded = {name: self._part_on_device(live[name], array) for name, array in stream.arrays}
         names = self.model.names
         self.weights = [loaded.get(f"p.{name}", old) for name, old in zip(names, self.weights, strict=True)]
         self.buffers = {name: loaded.get(f"b.{name}", old) for name, old in self.buffers.items()}
         self._strategy.optimizer_state = [
-            tuple(loaded.get(f"s.{name}.{i}", old) for i, old in enumerate(state))
-            for name, state in zip(names, self._strategy.optimizer_state, strict=True)
+            tuple(loaded.get(name, old) for name, old in zip(names, state, strict=True)) for names, state in self._named_state()
         ]
+
+    def _named_state(self) -> Iterator[tuple[list[str], tuple[jax.Array, ...]]]:
+        """The optimizer state of each parameter, then what is no parameter's, with the names of its arrays."""
+        state = self._strategy.optimizer_state
+        return zip(self._optimizer.state_names(state), state, strict=True)
 
     def _part_on_device(self, piece: Piece, array: np.ndarray) -> jax.Array:
         """This rank's part of a whole array; the caller keeps its memory."""
@@ -232,6 +246,20 @@ class JaxLearner(Learner):
         if self.target.dtype != np.float64:
             return sums
         return {name: tuple(np.asarray(value).tolist()) if np.ndim(value) else float(value) for name, value in sums.items()}
+
+
+def make_optimizer(config: Config, model: Model) -> AnyOptimizer:
+    """The optimizer that optim.name means: one of our rules, or a function of optax or the user's.
+
+    Raises UserError where shard.stage needs one that is elementwise.
+    """
+    shapes = [p.shape for p in model.start]
+    if not is_made_with_the_model(config):
+        return Optimizer(config, build_rule(config), model.names, shapes)
+    found = UserOptimizer(config, model.names, shapes, model.structure)
+    if config.shard.stage:
+        found.check_elementwise()
+    return found
 
 
 def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:

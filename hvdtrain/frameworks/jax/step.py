@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def _sums(each: Each, samples: Any) -> Sums:
 class Update:
     """The update of every parameter."""
 
-    def __init__(self, config: Config, optimizer: Optimizer, ranks: int) -> None:
+    def __init__(self, config: Config, optimizer: AnyOptimizer, ranks: int) -> None:
         self.config, self.optimizer, self.ranks = config, optimizer, ranks
 
     def update(
@@ -114,22 +114,47 @@ class Update:
         return *new, bad.astype(weights[0].dtype) / self.ranks
 
 
-class Optimizer:
-    """A rule for all parameters of a model, of which some neither decay nor adapt."""
+class AnyOptimizer(Protocol):
+    """What updates the parameters of a model: one of hvdtrain's rules, or a function of the user's."""
 
-    def __init__(self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
-        self.shapes = list(shapes)
-        self._excluded = [config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes]
-        self._rules = [rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)]
+    shapes: list[tuple[int, ...]]
+
+    @property
+    def made_by(self) -> str:
+        """The path of a user's function; empty for a rule."""
 
     def start(self, weights: Sequence[Any]) -> OptimizerState:
-        """The state before the first step, for each array of `weights`."""
-        return [rule.init(p, ArrayOps(jnp)) for rule, p in zip(self._rules, weights, strict=True)]
+        """The state before the first step, for each array of `weights`: that of each, then maybe what is no parameter's."""
 
     def apply(
         self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Weights, hyper: Hyper, ops: Ops
     ) -> tuple[Weights, OptimizerState]:
         """New weights and state of every parameter, or of one part of each."""
+
+    def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
+        """The name of each array in a checkpoint."""
+
+
+class Optimizer:
+    """A rule for all parameters of a model, of which some neither decay nor adapt."""
+
+    made_by = ""
+
+    def __init__(self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        self.shapes, self._names = list(shapes), list(names)
+        self._excluded = [config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes]
+        self._rules = [rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)]
+
+    def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
+        of_each = zip(self._names, optimizer_state, strict=True)
+        return [[f"s.{name}.{i}" for i in range(len(state))] for name, state in of_each]
+
+    def start(self, weights: Sequence[Any]) -> OptimizerState:
+        return [rule.init(p, ArrayOps(jnp)) for rule, p in zip(self._rules, weights, strict=True)]
+
+    def apply(
+        self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Weights, hyper: Hyper, ops: Ops
+    ) -> tuple[Weights, OptimizerState]:
         new_weights: Weights = []
         new_states: OptimizerState = []
         for rule, excluded, g, state, p in zip(self._rules, self._excluded, gradients, optimizer_state, weights, strict=True):

@@ -14,7 +14,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
-from hvdtrain.frameworks.jax.step import Optimizer, OptimizerState, Phases, Update, Weights
+from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Update, Weights
 
 
 class Squares(NamedTuple):
@@ -65,7 +65,7 @@ class Replicated:
     is_sharded = False
 
     def __init__(
-        self, config: Config, model: Model, optimizer: Optimizer, communicator: Communicator, target: Target, phases: Phases
+        self, config: Config, model: Model, optimizer: AnyOptimizer, communicator: Communicator, target: Target, phases: Phases
     ) -> None:
         self._communicator, self._target, self._phases = communicator, target, phases
         self._measures = config.log.noise_scale
@@ -117,7 +117,7 @@ def whole_piece(name: str, array: jax.Array) -> Piece:
     return Piece(name, array.shape, 0, array.size, np.dtype(array.dtype), functools.partial(np.asarray, array), True)
 
 
-def start_state(optimizer: Optimizer, weights: list[np.ndarray], target: Target) -> OptimizerState:
+def start_state(optimizer: AnyOptimizer, weights: list[np.ndarray], target: Target) -> OptimizerState:
     """The optimizer state before the first step, on the device, for arrays of weights or parts of them."""
     with target.enable_x64():
         return [tuple(target.to_device(np.array(array)) for array in state) for state in optimizer.start(weights)]

@@ -18,7 +18,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
-from hvdtrain.frameworks.jax.step import Optimizer, OptimizerState, Phases, Weights, noise
+from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Weights, noise
 from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
 from hvdtrain.optim.rule import ArrayOps, clip
 
@@ -34,7 +34,7 @@ class Zero:
     is_sharded = True
 
     def __init__(
-        self, config: Config, model: Model, optimizer: Optimizer, communicator: Communicator, target: Target, phases: Phases
+        self, config: Config, model: Model, optimizer: AnyOptimizer, communicator: Communicator, target: Target, phases: Phases
     ) -> None:
         self._communicator, self._target, self._phases = communicator, target, phases
         self._stage, self._skips = config.shard.stage, config.guard.nonfinite == "skip"
@@ -137,7 +137,7 @@ class Cut:
 class ShardUpdate:
     """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over ranks before the next function."""
 
-    def __init__(self, config: Config, optimizer: Optimizer, cut: Cut) -> None:
+    def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut) -> None:
         self.optim, self.optimizer, self.cut = config.optim, optimizer, cut
 
     def gradient_sums(self, part: jax.Array) -> jax.Array:

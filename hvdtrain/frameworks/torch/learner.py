@@ -24,7 +24,7 @@ from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.by_name import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, gather, global_weight
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
@@ -313,6 +313,6 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
 def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
     """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
     name, where = config.optim.name, config.where("optim.name")
-    if plugins.is_dotted(name):
+    if is_made_with_the_model(config):
         return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config)
     return rule_optimizer.make_optimizer(build_rule(config), named, config.optim.exclude == "norms_and_biases")

@@ -14,6 +14,7 @@ from torch.optim.optimizer import required
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import MADE_BY
 from hvdtrain.frameworks.torch.optim.user_optimizer import (
     as_tensors,
     construct,
@@ -105,7 +106,6 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 OPS = TorchOps()
 GROUP = "group."  # begins a key of state that belongs to the parameter group
-MADE_BY = "s.made by "  # begins the entry that names a user's class; no parameter's name has a space
 
 
 class RuleOptimizer(torch.optim.Optimizer):

@@ -40,7 +40,7 @@ def construct(
     signature = signature_of(constructor)
     if signature is None or not issubclass(constructor, torch.optim.Optimizer):  # type: ignore[arg-type]
         what = f"{name}{signature or '(...)'} is not a subclass of torch.optim.Optimizer"
-        raise UserError(what, where, "give one, as in optim.name=torch.optim.RMSprop")
+        raise UserError(what, where, "give one, as in optim.name=torch.optim.RMSprop; functions of optax are for framework=jax")
     if any(argument.default is argument.empty for argument in list(inspect.signature(constructor.step).parameters.values())[1:]):  # type: ignore[attr-defined]
         raise UserError(
             f"{name} needs a closure that computes the loss again within a step", where, "give an optimizer of one gradient a step"
