@@ -60,6 +60,30 @@ def test_a_rank_that_ends_before_the_batches_of_another_is_named(backend: str) -
     assert result.seconds < 200
 
 
+ON_ONE_CORE = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import keras, numpy as np, hvdtrain.horovod.keras as hvd
+if "late" in sys.argv:
+    keras.ops.ones(3) + 1
+hvd.init()
+model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(600), keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3)), loss="mse")
+model.fit(np.ones((64, 600)), np.ones((64, 1)), batch_size=8, verbose=0)
+print("done", flush=True)
+"""
+
+
+@needs_keras
+@needs_mpirun
+def test_jax_trains_on_ranks_that_are_pinned_to_a_core() -> None:
+    """As mpirun pins two ranks; JAX has one thread there, which would run the step and wait for the arrays of the call in it."""
+    result = ranks.mpirun(2, ["-c", ON_ONE_CORE], env=environment("jax"))
+    assert result.returncode == 0 and result.stdout.split() == ["done", "done"], result.stderr
+    result = ranks.mpirun(2, ["-c", ON_ONE_CORE, "late"], env=environment("jax"))
+    assert result.returncode != 0 and "JAX has computed before hvd.init()" in result.stderr, result.stderr
+
+
 @needs_keras
 @needs_mpirun
 @pytest.mark.parametrize("backend", BACKENDS)

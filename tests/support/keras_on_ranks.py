@@ -281,11 +281,12 @@ def calls_are_those_of_all_ranks() -> str:
         share = 4 // size
         same(call(hvd.reducescatter, x), mean[rank * share : (rank + 1) * share])
         same(call(hvd.alltoall, x), all_rows.reshape(size, size, share, 1)[:, rank].reshape(-1, 1))
-    x = keras.ops.convert_to_tensor(np.arange(3.0)[: rank + 1])
-    same(hvd.allgather(x), np.concatenate([np.arange(3.0)[: other + 1] for other in range(size)]))
+    x = keras.ops.convert_to_tensor(np.arange(rank + 1.0))
+    same(hvd.allgather(x), np.concatenate([np.arange(other + 1.0) for other in range(size)]))
     rows, received = hvd.alltoall(x, splits=[1] + [0] * (size - 2) + [rank])
     assert [int(n) for n in received] == ([1] * size if rank == 0 else list(range(size)) if rank == size - 1 else [0] * size)
-    same(rows, np.array([0.0] * size if rank == 0 else [1.0] if rank == size - 1 else []))
+    of_last = np.concatenate([np.arange(1.0, other + 1) for other in range(size)])
+    same(rows, np.zeros(size) if rank == 0 else of_last if rank == size - 1 else np.zeros(0))
     return ""
 
 

@@ -1,0 +1,75 @@
+"""What the reduction costs a step of fit(): KERAS_BACKEND=torch|jax|tensorflow mpirun -np 2 python benchmarks/horovod_keras.py [ROUNDS]
+
+Epochs of plain fit() of this rank's share, without other ranks, and of fit() with hvdtrain.horovod.keras, in turn. Rank 0 appends a line to
+horovod_keras.jsonl: milliseconds a step, the slowest rank's, median and quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain.horovod.keras as hvd
+
+STEPS, BATCH = 20, 32
+WIDTHS = {"small": (32, 64, 64), "large": (512, 1024, 1024)}  # of an MLP's inputs and layers
+
+
+def model(widths: tuple[int, ...], *, reduces: bool) -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(width, activation="relu") for width in widths[1:]]
+    net = keras.Sequential([keras.Input((widths[0],)), *layers, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(1e-3)
+    net.compile(optimizer=hvd.DistributedOptimizer(optimizer) if reduces else optimizer, loss="mse")
+    return net
+
+
+def step_ms(net: Any, x: np.ndarray) -> float:
+    """Of an epoch, on the slowest rank."""
+    hvd.allreduce(np.zeros(1))  # ranks begin together
+    start = time.perf_counter()
+    net.fit(x, x[:, :1], batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    return float(hvd.allreduce(np.array([1e3 * (time.perf_counter() - start) / STEPS]), op=hvd.Max)[0])
+
+
+def spread(values: list[float]) -> list[float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return [round(value, 2) for value in (middle, low, high)]
+
+
+def main() -> None:
+    hvd.init()
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
+    for name, widths in WIDTHS.items():
+        x = np.random.default_rng(hvd.rank()).normal(size=(STEPS * BATCH, widths[0])).astype("float32")
+        nets = {"plain": model(widths, reduces=False), "reduced": model(widths, reduces=True)}
+        for net in nets.values():
+            step_ms(net, x)  # compiles it
+        times: dict[str, list[float]] = {kind: [] for kind in nets}
+        for _ in range(rounds):
+            for kind, net in nets.items():
+                times[kind].append(step_ms(net, x))
+        row = {
+            "backend": keras.backend.backend(),
+            "ranks": hvd.size(),
+            "model": name,
+            "gradient_mb": round(4e-6 * nets["plain"].count_params(), 2),
+            "rounds": rounds,
+            **{f"{kind}_ms": spread(found) for kind, found in times.items()},
+            "ratio": spread([one / other for one, other in zip(times["reduced"], times["plain"], strict=True)]),
+        }
+        if hvd.rank() == 0:
+            print(json.dumps(row), flush=True)
+            with Path(__file__).with_suffix(".jsonl").open("a") as file:
+                print(json.dumps(row), file=file)
+
+
+if __name__ == "__main__":
+    main()
