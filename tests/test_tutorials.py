@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hvdtrain.config.schema import known_keys
 
 TUTORIAL, FROM_HOROVOD = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "from-horovod-script.md"
-OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "own-loss", "scripts")]
+OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "fine-tuning", "scripts", "own-loss")]
 OWN_LOOP = ROOT / "docs" / "own-loop.md"
 PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, *OWN)]
 _FACTS = """

@@ -175,6 +175,22 @@ class ModelConfig(OpenSection):
         description="activation checkpointing: all: the model's blocks keep no activations, the backward pass computes them again; "
         "N: every N-th block; none: all are kept",
     )
+    weights: str | None = Field(
+        default=None,
+        description="pretrained weights that a new job begins with: model.safetensors, model.pt, a run folder, or a folder with "
+        "model.safetensors",
+    )
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="weights that are not trained, and norms whose running statistics stay: names, with * for any characters: "
+        "['backbone.*'] (framework=torch)",
+    )
+    weights_skip: list[str] = Field(
+        default_factory=list, description="weights that begin as without model.weights: names, with * for any characters: ['fc.*']"
+    )
+    weights_names: list[str] = Field(
+        default_factory=list, description="OLD=NEW: the names of the file that begin with OLD begin with NEW in the model: ['backbone.=']"
+    )
 
 
 class GroupConfig(Section):

@@ -37,6 +37,7 @@ NOT_TORCH: dict[str, Supported] = {
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
     "model.classifier_std": Supported((None,), 0.01),
+    "model.freeze": Supported(([],), ["*.bias"]),
 }
 IN_JAX = NOT_TORCH | {"shard.stage": Supported((2, 1, 0), 3)}
 IN_NUMPY = NOT_TORCH | {

@@ -25,6 +25,7 @@ from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, 
 from hvdtrain.training.checkpoint.room import needed_bytes
 from hvdtrain.training.datasets import Datasets, identity, write_codebook
 from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.compare import broadcast_state
@@ -97,6 +98,10 @@ def start_or_resume(
         on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner))
         heartbeat.beat("broadcasting the first weights", 0, 0)
     digest = broadcast_state(communicator, learner, restored, on_array=heartbeat.go_on)
+    if config.model.weights is not None and not has_state:
+        heartbeat.beat("reading the pretrained weights", 0, 0)
+        loaded = load_pretrained(config, communicator, learner, heartbeat.go_on)
+        digest, notes = loaded.digest, [*notes, *loaded.lines]
     if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
     return Start(

@@ -242,8 +242,10 @@ class TorchLearner(Learner):
     def describe(self) -> str:
         name = self.strategy.class_name(self.model)
         count = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters())
+        trained = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters() if p.requires_grad)
+        of_them = f", {trained:,} of them trained" * (trained < count)
         how = f"torch {self.forward.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
-        return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
+        return f"{name}, {count:,} parameters{of_them}, {how}, {self.strategy.summary}"
 
     def read_waited(self) -> Waited | None:
         return self.passes.read_waited()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -18,12 +19,12 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.own_line import own_line
-from hvdtrain.errors import UserError, short
+from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.norm import use_norm
-from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.buffers import RUNNING, copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
@@ -39,7 +40,37 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
     norm = config.norm
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
+    freeze(model, config.model.freeze, config.where("model.freeze"))
     return model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], where: str) -> None:
+    """No gradient for the parameters that a pattern fits, and running statistics that stay as they are.
+
+    Raises UserError where a pattern fits nothing, or all is frozen.
+    """
+    names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"model.freeze: {short(pattern)} fits no weight of the model", where, nearest(pattern, names))
+
+    def is_frozen(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    for name, p in model.named_parameters():
+        if is_frozen(name):
+            p.requires_grad_(False)
+    for name, module in model.named_modules():
+        if any(is_frozen(f"{name}.{buffer}".removeprefix(".")) for buffer in RUNNING if buffer in module._buffers):
+            module.train = functools.partial(_stay, module)
+            module.train()
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model.freeze={list(patterns)} leaves nothing to train", where, "fewer names")
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """The train() of a module that stays in evaluation mode."""
+    return nn.Module.train(module, False)
 
 
 def first_samples_of(model: torch.nn.Module) -> int:

@@ -27,7 +27,7 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
-_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()}
+_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {"BF16": np.dtype("<u2")}  # bfloat16: read alone
 _ALIGNMENT = 8  # of the first array
 HEADER_BYTES = 256  # of an array in a header, unless its name is long
 MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: about 800,000 arrays
@@ -59,12 +59,13 @@ def map_arrays(file: BufferedReader) -> Arrays:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     tree = json.loads(file.read(length))
+    tree.pop("__metadata__", None)
     data = np.memmap(file, np.uint8, mode="r", offset=8 + length) if any(of["shape"] for of in tree.values()) else np.zeros(0, np.uint8)
     arrays = {}
     for name, of in tree.items():
-        if name != "__metadata__":
-            begin, end = of["data_offsets"]
-            arrays[name] = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
+        begin, end = of["data_offsets"]
+        numbers = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
+        arrays[name] = (numbers.astype(np.uint32) << 16).view(np.float32) if of["dtype"] == "BF16" else numbers
     return arrays
 
 

@@ -1,0 +1,199 @@
+"""Pretrained weights: the arrays of the file or folder that model.weights names take the place of the model's first weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import long_on_rank_0
+from hvdtrain.config.read import read_run_config
+from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import UserError, short
+from hvdtrain.frameworks.learner import HasState, plain_names
+from hvdtrain.optim.around import averages
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.array_file import map_arrays
+from hvdtrain.training.checkpoint.resume import newest_good
+from hvdtrain.training.replicas.compare import broadcast_state
+
+_WRAPPERS = ("module.", "_orig_mod.")  # that DDP and torch.compile put before names
+_INSIDE = ("state_dict", "model", "model_state_dict")  # where files of torch have weights beside other things
+_OF_HUGGING_FACE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
+_KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safetensors"
+_SHOWN = 4  # names in a line
+
+
+class Match(NamedTuple):
+    """What of a file goes where."""
+
+    arrays: Arrays  # by names of Learner.state()
+    missing: list[str]  # names of the model's state dict that the file does not have
+    left_over: list[str]  # names of the file that the model does not have
+    skipped: list[str]  # by model.weights_skip
+
+
+class Loaded(NamedTuple):
+    """What all ranks have."""
+
+    digest: str  # of the state
+    lines: list[str]  # for the user
+
+
+def load_pretrained(config: Config, communicator: Communicator, learner: HasState, go_on: Callable[[], None]) -> Loaded:
+    """Loads them into every rank's learner. Every rank calls it. Raises UserError on all of them.
+
+    Rank 0 reads, from where the arrays lie on the disk, and sends them one by one: a rank keeps what it has a part of.
+    """
+    names = learner.state_dict_names()
+    shapes = {piece.name: piece.shape for piece in learner.pieces()}
+    arrays: Arrays = {}
+
+    def read(moved: Callable[[], None]) -> list[str]:
+        nonlocal arrays
+        path = Path(str(config.model.weights)).expanduser()
+        found, lines = read_weights(path, config.where("model.weights"))
+        found, renamed = with_names_of_model(found, config.model, names)
+        match = matched(found, names, shapes, config)
+        arrays = match.arrays
+        moved()
+        return [*lines, *renamed, *_lines(path, match, len(names))]
+
+    lines = long_on_rank_0(communicator, read, go_on)
+    return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
+
+
+def read_weights(path: Path, where: str) -> tuple[Arrays, list[str]]:
+    """Arrays by the names of a state dict, and lines for the user. Raises UserError where there are none."""
+    try:
+        if path.is_dir():
+            return _of_folder(path, where)
+        if not path.exists():
+            raise UserError(f"there is no {path}", where, _KNOWN)
+        if path.suffix == ".safetensors":
+            return _of_safetensors(path, where), []
+        return _of_torch(path, where), []
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}", where, "a file that can be read") from None
+
+
+def _of_folder(folder: Path, where: str) -> tuple[Arrays, list[str]]:
+    if files.finished(folder):
+        return _of_run(folder)
+    name = next((name for name in _OF_HUGGING_FACE if (folder / name).is_file()), None)
+    if name is None:
+        raise UserError(f"{folder} is neither a run folder with a checkpoint nor has it {' or '.join(_OF_HUGGING_FACE)}", where, _KNOWN)
+    if not name.endswith(".json"):
+        return read_weights(folder / name, where)
+    try:
+        names = sorted({str(file) for file in json.loads((folder / name).read_text())["weight_map"].values()})
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{folder / name} is no index of weights: {error}", where, _KNOWN) from None
+    if strange := [file for file in names if Path(file).name != file]:
+        raise UserError(f"{folder / name} names {short(strange[0])}, which is no file of that folder", where, _KNOWN)
+    found: Arrays = {}
+    for file in names:
+        found |= _of_safetensors(folder / file, where)
+    return found, []
+
+
+def _of_run(run: Path) -> tuple[Arrays, list[str]]:
+    checkpoint, arrays, notes = newest_good(run, sys.maxsize, mapped=True)
+    if any(assignment.key == "optim.ema" and assignment.value is not None for assignment in read_run_config(run)):
+        arrays = newest_good(run, sys.maxsize)[1]
+        arrays |= averages(arrays)
+    names = checkpoint.names or plain_names(arrays)
+    return {name: arrays[own] for name, own in names.items()}, [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
+
+
+def _of_safetensors(path: Path, where: str) -> Arrays:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):  # checks the header, and that the arrays fill the file exactly
+            pass
+        with path.open("rb") as file:
+            return map_arrays(file)
+    except (SafetensorError, KeyError) as error:
+        raise UserError(f"{path} is no safetensors file that can be read: {error}", where, _KNOWN) from None
+
+
+def _of_torch(path: Path, where: str) -> Arrays:
+    tree: Any = importlib.import_module("hvdtrain.frameworks.torch.state").read_state_dict(path, where)
+    for name in _INSIDE:
+        if isinstance(tree.get(name), Mapping):
+            tree = tree[name]
+            break
+    arrays = {str(name): value for name, value in tree.items() if isinstance(value, np.ndarray)}
+    if not arrays:
+        raise UserError(f"{path} has no arrays by name", where, "a file of torch.save(model.state_dict(), FILE)")
+    return arrays
+
+
+def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, str]) -> tuple[Arrays, list[str]]:
+    """With the prefixes of model.weights_names in place of others, and without those of DDP and torch.compile; lines for the user."""
+    lines = []
+    for entry in model.weights_names:
+        old, is_pair, new = entry.partition("=")
+        if not is_pair:
+            raise UserError(
+                f"model.weights_names: {short(entry)} is not OLD=NEW", model.where("weights_names"), f"'{entry}=' leaves it out"
+            )
+        if not any(name.startswith(old) for name in found):
+            what = f"model.weights_names: no array's name begins with {short(old)!r}"
+            raise UserError(what, model.where("weights_names"), f"the first names are {', '.join(list(found)[:_SHOWN])}")
+        found = {new + name.removeprefix(old) if name.startswith(old) else name: array for name, array in found.items()}
+    for wrapper in _WRAPPERS:
+        if found and all(name.startswith(wrapper) for name in found) and not found.keys() & names.keys():
+            found = {name.removeprefix(wrapper): array for name, array in found.items()}
+            lines.append(f"all names of the file begin with {wrapper}, which is left out")
+    return found, lines
+
+
+def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config) -> Match:
+    """Which array goes where. Raises UserError where none does, and where one has another shape."""
+    patterns, where = config.model.weights_skip, config.where("model.weights")
+    skipped = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            what = f"model.weights_skip: {short(pattern)} fits no weight of the model"
+            raise UserError(what, config.where("model.weights_skip"), f"its first names are {', '.join(list(names)[:_SHOWN])}")
+    taken = [name for name in names if name in found and name not in skipped]
+    if not taken:
+        what = f"no array of {config.model.weights} has the name of a weight: it has {_some(list(found))}, the model {_some(list(names))}"
+        raise UserError(what, where, "model.weights_names=['OLD=NEW'], what they begin with, or the weights of this model")
+    for name in taken:
+        if found[name].shape != shapes[names[name]]:
+            what = f"{name} is {found[name].shape} in {config.model.weights}, the model has {shapes[names[name]]}"
+            layer = name.rpartition(".")[0]
+            raise UserError(what, where, f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or another model")
+    return Match(
+        arrays={names[name]: found[name] for name in taken},
+        missing=[name for name in names if name not in found and name not in skipped],
+        left_over=[name for name in found if name not in names],
+        skipped=skipped,
+    )
+
+
+def _lines(path: Path, match: Match, of: int) -> list[str]:
+    lines = [f"weights {path}: {len(match.arrays)} of {of} arrays are loaded"]
+    for names, what in (
+        (match.skipped, "left as they begin, by model.weights_skip"),
+        (match.missing, "not in the file: these are left as they begin"),
+        (match.left_over, "of the file are not of the model"),
+    ):
+        if names:
+            lines.append(f"        {len(names)} {what}: {_some(names)}")
+    return lines
+
+
+def _some(names: list[str]) -> str:
+    return short(", ".join(names[:_SHOWN]), 200) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,20 @@
+"""Jobs with frozen layers that begin with the weights of a run, on the ranks of this start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hvdtrain
+
+JOB = "model.name=convnet model.widths=[3,4] batch.size=60 batch.evaluate=90 optim.name=sgd optim.base_lr=0.1 speed.precision=fp64 "
+JOB += "log.display=lines"
+FROZEN = "model.freeze=['conv*','norm*']"
+WAYS = ["", "shard.stage=1", "shard.stage=2 optim.ema=0.9", "shard.stage=3"]
+
+
+def frozen_jobs(folder: str, weights: str) -> None:
+    """One after the other, each stopped and resumed."""
+    for number, way in enumerate(WAYS):
+        words = [*JOB.split(), *way.split(), FROZEN, f"model.weights={weights}", "comm.engine=mpi", "optim.momentum=0.9"]
+        for steps in (4, 9):
+            hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *words)

@@ -1,0 +1,156 @@
+"""model.weights and model.freeze: files of every kind, names and shapes that do not fit; what is frozen stays as it is, on any ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pool import alone
+from pretrained_on_ranks import FROZEN, JOB, WAYS
+from ranks import mpirun, needs_mpirun
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
+
+import hvdtrain
+from hvdtrain.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, whose weights begin others."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    hvdtrain.train({"run": str(run), "stop.steps": 6}, *JOB.split())
+    return run
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    from hvdtrain.frameworks.learner import plain_names
+    from hvdtrain.training.checkpoint.resume import newest_good
+
+    checkpoint, arrays, _ = newest_good(run, 2**40)
+    return {name: arrays[own] for name, own in (checkpoint.names or plain_names(arrays)).items()}
+
+
+def save(kind: str, folder: Path, weights: dict[str, np.ndarray]) -> Path:
+    """A file or folder of this kind with the weights, and one that no model has."""
+    more: dict[str, Any] = {**weights, "other.weight": np.ones(3)}
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in more.items()}
+    path = folder / kind
+    if kind == "weights.safetensors":
+        save_file(more, path)
+    elif kind == "state.pt":
+        torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}, path)
+    elif kind == "plain.bin":
+        torch.save(tensors, path)
+    else:
+        path.mkdir()
+        names = sorted(more)
+        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, own in parts.items():
+            save_file({name: more[name] for name in own}, path / file)
+        index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["weights.safetensors", "state.pt", "plain.bin", "folder", "run"])
+def test_a_new_job_begins_with_them(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = weights_of(trained)
+    path = trained if kind == "run" else save(kind, tmp_path, expected)
+    run = tmp_path / "new"
+    words = [*JOB.split(), "optim.base_lr=0", f"model.weights={path}"]
+    hvdtrain.train({"run": str(run), "stop.steps": 1}, *words, "norm.kind=batch", "model.freeze=['norm*']")
+    found, said = weights_of(run), capsys.readouterr().out
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+    assert f"weights {path}: {len(found)} of {len(found)} arrays are loaded" in said
+    assert ("1 of the file are not of the model: other.weight" in said) == (kind != "run")
+    assert ("begin with module., which is left out" in said) == (kind == "state.pt")
+
+
+def test_bfloat16_and_prefixes(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16-bit numbers of both kinds of files; names with another beginning; layers that keep their first weights."""
+    tensors = {f"net.{name}": torch.from_numpy(np.array(array)) for name, array in weights_of(trained).items()}
+    halves = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_torch(halves, tmp_path / "half.safetensors")
+    torch.save(halves, tmp_path / "half.pt")
+    for number, file in enumerate(("half.safetensors", "half.pt")):
+        run = tmp_path / f"run-{number}"
+        words = [f"model.weights={tmp_path / file}", "model.weights_names=['net.=']", "model.weights_skip=['fc.*']", "optim.base_lr=0"]
+        hvdtrain.train({"run": str(run), "stop.steps": 1}, *JOB.split(), *words)
+        found = weights_of(run)
+        for name in ("conv1.weight", "norm2.bias"):
+            assert np.array_equal(found[name], halves[f"net.{name}"].double().numpy())
+        assert not np.allclose(found["fc.weight"], tensors["net.fc.weight"].numpy())
+    assert "2 left as they begin, by model.weights_skip: fc.weight, fc.bias" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "what", "fix"),
+    [
+        ({"fc.weight": np.ones((7, 4))}, [], "fc.weight is (7, 4) in ", "model.weights_skip=['fc.*'] for a layer of its own"),
+        (None, [], "no array of ", "model.weights_names=['OLD=NEW']"),
+        ({}, ["model.weights_skip=['head.*']"], "model.weights_skip: head.* fits no weight of the model", "its first names are conv1"),
+        ({}, ["model.weights_names=['encoder.=']"], "no array's name begins with 'encoder.'", "the first names are "),
+        ({}, ["model.weights_names=['encoder']"], "model.weights_names: encoder is not OLD=NEW", "'encoder=' leaves it out"),
+        ({}, ["model.freeze=['convx*']"], "model.freeze: convx* fits no weight of the model", "known: conv1.weight"),
+        ({}, ["model.freeze=['*']"], "model.freeze=['*'] leaves nothing to train", "fewer names"),
+        ({}, ["framework=jax", FROZEN], "framework=jax does not support model.freeze=", "framework=torch"),
+    ],
+)
+def test_what_does_not_fit(change: dict[str, Any] | None, words: list[str], what: str, fix: str, trained: Path, tmp_path: Path) -> None:
+    weights = {"a": np.ones(2)} if change is None else weights_of(trained) | change
+    save_file(weights, tmp_path / "w.safetensors")
+    with pytest.raises(UserError) as caught:
+        hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), f"model.weights={tmp_path / 'w.safetensors'}", *words)
+    assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code of a file ran",)
+
+
+@pytest.mark.parametrize("kind", ["missing.pt", "code.pt", "text.pt", "cut.safetensors", "empty", "outside"])
+def test_files_that_are_none(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / kind
+    if kind == "code.pt":
+        torch.save({"a": Evil()}, path)
+    elif kind == "text.pt":
+        path.write_text("no weights")
+    elif kind == "cut.safetensors":
+        save_file(weights_of(trained), path)
+        path.write_bytes(path.read_bytes()[:-9])
+    elif kind != "missing.pt":
+        path.mkdir()
+    if kind == "outside":
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../w.safetensors"}}))
+    with pytest.raises(UserError) as caught:
+        hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), f"model.weights={path}")
+    assert caught.value.where == "model.weights, hvdtrain.train()" and str(path) in caught.value.what, str(caught.value)
+    assert "code of a file ran" not in capsys.readouterr().out
+
+
+@needs_mpirun
+def test_frozen_layers_stay_on_any_number_of_ranks_and_stage(trained: Path, tmp_path: Path) -> None:
+    """Parameters, running statistics and their optimizer state; what is trained is that of one process to 1e-12."""
+    before = weights_of(trained)
+    done = mpirun(2, alone("pretrained_on_ranks:frozen_jobs", str(tmp_path), str(trained)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of them trained" in done.stdout and "model.weights" not in done.stderr
+    one = tmp_path / "one"
+    hvdtrain.train({"run": str(one), "stop.steps": 9}, *JOB.split(), FROZEN, f"model.weights={trained}", "optim.momentum=0.9")
+    expected = weights_of(one)
+    for number, way in enumerate(WAYS):
+        found = weights_of(tmp_path / f"{number}")
+        for name, weight in found.items():
+            if not name.startswith("fc."):
+                assert np.array_equal(weight, before[name]), (way, name)
+            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+        assert np.abs(found["fc.weight"] - before["fc.weight"]).max() > 1e-3
+    state = [name for file in (tmp_path / "1" / "checkpoints" / "step-00000009").glob("*.safetensors") for name in load_file(file)]
+    assert {name.split(".")[1] for name in state if name.startswith("s.")} == {"fc"}
