@@ -47,6 +47,9 @@ def DistributedOptimizer(
         raise BadCall(what, _WHERE, "the call without it")
     if isinstance(optimizer, (Reducing, ReducingScaled)):
         raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, _ONCE)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        what = f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer of Keras 3"
+        raise BadCall(what, _WHERE, "keras.optimizers.SGD(...), say")
     optimizer = _with_loss_scale(optimizer)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     name = name or f"gradients of {optimizer.name}"
@@ -167,8 +170,6 @@ def _below(optimizer: Any, reduction: GradientReduction, factor: float) -> Any:
     """This optimizer, of a class that has its class' name and the methods that reduce before its own."""
     kind = type(optimizer)
     methods = ReducingScaled if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Reducing
-    if not callable(getattr(kind, "_clip_gradients", None)):
-        raise BadCall(f"{kind.__module__}.{kind.__qualname__} is no optimizer of Keras 3", _WHERE, "keras.optimizers.SGD(...), say")
     settings = {"_reduction": reduction, "_factor": factor, "__module__": kind.__module__}
     found: Any = object.__new__(type(kind.__name__, (methods, kind), settings))
     found.__dict__.update(optimizer.__dict__)
