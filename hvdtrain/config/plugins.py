@@ -30,8 +30,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "data/datasets": {"mnist": "idx", "fashion_mnist": "idx", "kmnist": "idx", "cifar10": "cifar", "cifar100": "cifar"},
     "events/trackers": {},
     "frameworks": {},
-    "frameworks/jax/models": {},
-    "frameworks/torch/models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)},
+    **{f"frameworks/{name}/models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)} for name in ("jax", "torch")},
     "optim": {},
     "tasks": {},
 }

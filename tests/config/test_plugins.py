@@ -29,7 +29,14 @@ def test_known_names() -> None:
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax", "keras"}
     assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}
-    assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet", "gpt"}
+    assert set(plugins.files("frameworks/jax/models")) == {
+        "linear",
+        "mlp",
+        "convnet",
+        "gpt",
+        "wide_resnet",
+        *(f"resnet{d}" for d in (18, 34, 50, 101, 152)),
+    }
 
 
 def test_a_long_list_of_known_names_is_cut() -> None:

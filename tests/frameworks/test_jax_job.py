@@ -84,7 +84,7 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
     [
         (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
         (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule", "framework=torch"),
-        (["model.name=resnet18"], "unknown name for framework=jax: resnet18", "known: convnet, gpt, linear, mlp"),
+        (["model.name=alexnet"], "unknown name for framework=jax: alexnet", "known: convnet, gpt, linear, mlp, resnet101"),
         (["model.name=mlp", "model.widths=[0]"], "widths (0,) with dropout 0.0 make no network", "1 or more"),
         (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
         (["model.name=convnet", "model.dense=[0]"], "dense (0,) makes no layers", "1 or more"),

@@ -20,7 +20,8 @@ SHARES = {2: [(8, 4), (12, 0), (1, 11)], 3: [(5, 4, 3), (0, 12, 0)]}  # ranks ->
 
 
 def learner(framework: str, *words: str, communicator: Communicator | None = None, task: Any = TASK) -> Learner:
-    given = [f"framework={framework}", "speed.precision=fp64", "batch.size=12", *CONVNET.split(), *words]
+    model = [] if any(word.startswith("model.name=") for word in words) else CONVNET.split()
+    given = [f"framework={framework}", "speed.precision=fp64", "batch.size=12", *model, *words]
     return build_learner(configure(None, given), task, communicator or SingleProcessCommunicator())
 
 
@@ -44,9 +45,12 @@ def buffers_of(one: Learner) -> Arrays:
     return {piece.name: piece.read().copy() for piece in one.pieces() if piece.name.startswith("b.")}
 
 
-def synchronized(communicator: Communicator, words: str) -> dict[str, float]:
+def synchronized(communicator: Communicator, words: str, model: str) -> dict[str, float]:
     """The steps of ranks with norm.kind=sync beside those of torch, which has the samples of all ranks in one batch."""
-    alone, one = learner("torch"), learner("jax", "norm.kind=sync", *words.split(), communicator=communicator)
+    alone, one = (
+        learner("torch", *model.split()),
+        learner("jax", "norm.kind=sync", *words.split(), *model.split(), communicator=communicator),
+    )
     one.load(alone.state())
     found = {"loss": 0.0, "buffers": 0.0}
     for number, shares in enumerate(SHARES[communicator.size]):

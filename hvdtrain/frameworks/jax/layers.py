@@ -75,6 +75,13 @@ def start(key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: C
     return params
 
 
+def start_normal(key: jax.Array, stds: Mapping[str, tuple[tuple[int, ...], float]]) -> Params:
+    """Layer -> shape and standard deviation of its weights, which are normal, and parts of one draw."""
+    sizes = [math.prod(shape) for shape, _ in stds.values()]
+    parts = np.split(np.asarray(jax.random.normal(key, (sum(sizes),))), np.cumsum(sizes)[:-1])
+    return {f"{name}.weight": std * part.reshape(shape) for (name, (shape, std)), part in zip(stds.items(), parts, strict=True)}
+
+
 def start_norms(norms: Mapping[str, int]) -> Params:
     """The scales and shifts of batch norms: 1 and 0."""
     scales: Params = {f"{name}.weight": np.ones(channels) for name, channels in norms.items()}
@@ -108,6 +115,13 @@ def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
 def flatten(x: jax.Array) -> jax.Array:
     """(n, H, W, C) -> (n, C H W), the order that torch flattens in; of other inputs (n, ...) -> (n, features)."""
     return (jnp.transpose(x, (0, 3, 1, 2)) if x.ndim == 4 else x).reshape(len(x), -1)
+
+
+def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
+    """The largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) // stride + 1, ..., C)"""
+    sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    found: jax.Array = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), sides)
+    return found
 
 
 def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:

@@ -156,7 +156,7 @@ def with_recompute(apply: Callable[..., Any], name: str, which: Literal["none", 
         return apply
     if "wrap" not in inspect.signature(apply).parameters:
         what = f"model.recompute={which} computes blocks again; the function of model.name={name} has no parameter `wrap` for them"
-        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, mlp, convnet")
+        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, resnet18, mlp ...")
     every = 1 if which == "all" else which
     return functools.partial(apply, wrap=functools.partial(_wrap, every))
 

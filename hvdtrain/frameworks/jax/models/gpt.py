@@ -12,7 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Functions, Params, Wrap, as_it_is, dense, dropout, key_for, layer_norm
+from hvdtrain.frameworks.jax.layers import (
+    OTHER_NUMBERS,
+    Functions,
+    Params,
+    Wrap,
+    as_it_is,
+    dense,
+    dropout,
+    key_for,
+    layer_norm,
+    start_normal,
+    start_norms,
+)
 
 STD = 0.02
 
@@ -39,16 +51,11 @@ class GPT:
     tied: bool
 
     def init(self, key: jax.Array) -> Params:
-        """Weights as init_weights() of torch's model: normal ones, which are parts of one draw; biases 0, norms 1 and 0."""
+        """Weights as init_weights() of torch's model: normal ones; biases 0, norms 1 and 0."""
         stds = self._stds()
-        sizes = [math.prod(shape) for shape, _ in stds.values()]
-        parts = np.split(np.asarray(jax.random.normal(key, (sum(sizes),))), np.cumsum(sizes)[:-1])
-        drawn = {name: std * part.reshape(shape) for (name, (shape, std)), part in zip(stds.items(), parts, strict=True)}
-        params: Params = {f"{name}.weight": weight for name, weight in drawn.items()}
-        params |= {f"{name}.bias": np.zeros(len(weight)) for name, weight in drawn.items() if "blocks." in name}
-        for name in ("norm", *(f"blocks.{layer}.norm{i}" for layer in range(self.layers) for i in (1, 2))):
-            params |= {f"{name}.weight": np.ones(self.width), f"{name}.bias": np.zeros(self.width)}
-        return params
+        biases = {f"{name}.bias": np.zeros(shape[0]) for name, (shape, _) in stds.items() if "blocks." in name}
+        norms = ["norm", *(f"blocks.{layer}.norm{i}" for layer in range(self.layers) for i in (1, 2))]
+        return start_normal(key, stds) | biases | start_norms(dict.fromkeys(norms, self.width))
 
     def _stds(self) -> dict[str, tuple[tuple[int, int], float]]:
         """Layer -> shape and standard deviation of its weights."""

@@ -1,0 +1,120 @@
+"""torchvision's residual networks by name, written out: He et al. 2015, arXiv:1512.03385, with the stride in the 3x3 convolutions."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from hvdtrain.frameworks.jax.layers import (
+    OTHER_NUMBERS,
+    Flow,
+    Functions,
+    Params,
+    Wrap,
+    as_it_is,
+    convolve,
+    dense,
+    max_pool,
+    start,
+    start_normal,
+    start_norms,
+)
+from hvdtrain.frameworks.jax.norm import Norms
+
+BLOCKS = {  # blocks of each stage
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+OF_TWO = ("resnet18", "resnet34")  # whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
+
+
+class Block(NamedTuple):
+    """Convolutions beside a shortcut."""
+
+    name: str  # "layer1.0"
+    kernels: dict[str, tuple[int, int, int, int]]  # conv1, conv2 ... -> shape of its weights
+    strided: str  # the convolution that has the stride
+    stride: int
+    shortcut: tuple[int, int, int, int] | None  # of a convolution in it
+
+
+def blocks_of(name: str) -> list[Block]:
+    found, before = [], 64
+    for stage, count in enumerate(BLOCKS[name]):
+        width = 64 << stage
+        for number in range(count):
+            stride = 2 if stage and not number else 1
+            if name in OF_TWO:
+                kernels = {"conv1": (width, before, 3, 3), "conv2": (width, width, 3, 3)}
+            else:
+                kernels = {"conv1": (width, before, 1, 1), "conv2": (width, width, 3, 3), "conv3": (4 * width, width, 1, 1)}
+            after = width if name in OF_TWO else 4 * width
+            shortcut = (after, before, 1, 1) if stride > 1 or before != after else None
+            found.append(Block(f"layer{stage + 1}.{number}", kernels, "conv1" if name in OF_TWO else "conv2", stride, shortcut))
+            before = after
+    return found
+
+
+def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images: bool = False, zero_gamma: bool = False) -> Functions:
+    """resnet18, resnet34, resnet50, resnet101 or resnet152 from random weights.
+
+    small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for 32x32 pixels and less
+    zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is its shortcut (Goyal 2017, 5.1)
+    """
+    blocks = blocks_of(name)
+    first = (64, shape[2], 3, 3) if small_images else (64, shape[2], 7, 7)
+    kernels: dict[str, tuple[int, ...]] = {}
+    norms, last = {"bn1": 64}, []
+    for block in blocks:
+        kernels |= {f"{block.name}.{conv}": size for conv, size in block.kernels.items()}
+        norms |= {f"{block.name}.bn{i}": size[0] for i, size in enumerate(block.kernels.values(), start=1)}
+        last.append(f"{block.name}.bn{len(block.kernels)}.weight")
+        if block.shortcut:
+            kernels[f"{block.name}.downsample.0"], norms[f"{block.name}.downsample.1"] = block.shortcut, block.shortcut[0]
+    features = norms[last[-1].removesuffix(".weight")]
+    by_default: dict[str, tuple[int, ...]] = {"fc": (outputs, features)}  # layers that start as a layer of torch does without torchvision
+    if small_images or shape[2] != 3:
+        by_default["conv1"] = first
+    else:
+        kernels["conv1"] = first
+
+    def init(key: jax.Array) -> Params:
+        stds = {name: (size, (2.0 / (size[0] * size[2] * size[3])) ** 0.5) for name, size in kernels.items()}  # He et al., fan out
+        params = start_normal(key, stds) | start(jax.random.fold_in(key, 1), by_default, ["conv1"]) | start_norms(norms)
+        return params | {name: np.zeros_like(params[name]) for name in last if zero_gamma}
+
+    def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
+        flow = _normalized(norms, params, "conv1", "bn1", norms.begin(x), 1 if small_images else 2)
+        x = jax.nn.relu(flow.x)
+        flow = flow._replace(x=x if small_images else max_pool(x, size=3, stride=2, padding=1))
+        for number, block in enumerate(blocks):
+            flow = wrap(number, functools.partial(_block, block, norms))(params, flow)
+        return flow._replace(x=dense(params, "fc", flow.x.mean((1, 2))))
+
+    return Functions(init, apply, (OTHER_NUMBERS,), norms=norms)
+
+
+def _normalized(norms: Norms, params: Params, convolution: str, norm: str, flow: Flow, stride: int) -> Flow:
+    return norms(params, norm, flow._replace(x=convolve(params, convolution, flow.x, stride)))
+
+
+def _block(block: Block, norms: Norms, params: Params, flow: Flow) -> Flow:
+    """ReLU after each norm, but after the last only of its sum with the shortcut."""
+    x = shortcut = flow.x
+    for number, convolution in enumerate(block.kernels, start=1):
+        stride = block.stride if convolution == block.strided else 1
+        name = f"{block.name}.{convolution}"
+        flow = _normalized(norms, params, name, f"{block.name}.bn{number}", flow._replace(x=x), stride)
+        x = jax.nn.relu(flow.x)
+    x = flow.x
+    if block.shortcut:
+        flow = flow._replace(x=shortcut)
+        flow = _normalized(norms, params, f"{block.name}.downsample.0", f"{block.name}.downsample.1", flow, block.stride)
+        shortcut = flow.x
+    return flow._replace(x=jax.nn.relu(x + shortcut))
