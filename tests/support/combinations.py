@@ -52,7 +52,7 @@ OF_IMAGES = ("mlp", "convnet", "resnet", "linear")
 CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
-    "framework=jax": ("mlp", "linear", "numbers"),
+    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet"),
     "parallel.dense": ("convnet",),
     "parallel.sequence": ("gpt", "pixels"),
     "parallel.tensor": CAN_BE_CUT,
