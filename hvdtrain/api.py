@@ -240,7 +240,7 @@ def run(train: Callable[[Context], object], config: Mapping[str, Any] | str | Pa
     calls ctx.prepare() and ctx.resume(), and so goes on from the newest checkpoint. That needs run=, and an engine that outlives ranks
     (docs/elastic.md). config, arguments, and errors: as of init().
     """
-    from hvdtrain.context.living import run_loop
+    from hvdtrain.context.run_loop import run_loop
 
     return run_loop(train, *_file_and_arguments(config, arguments))
 

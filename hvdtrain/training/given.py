@@ -80,12 +80,12 @@ def with_given(config: Config, given: Makers) -> Config:
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
     for one in given.values():
-        if one.framework is not None and config.framework != one.framework:
-            if config.origin("framework") != DEFAULT and config.framework == "torch":
-                continue  # Keras on torch
-            if config.origin("framework") != DEFAULT:
-                what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
-                raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
+        if one.framework in (None, config.framework):
+            continue
+        if config.origin("framework") == DEFAULT:
             config = config.replace(framework=one.framework)
+        elif config.framework != "torch":  # which takes a model of Keras on torch, and refuses another one itself
+            what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
+            raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
     sections = {section: getattr(config, section).with_given(one) for section, one in given.items()}
     return config.replace(**sections)

@@ -17,8 +17,13 @@ from framework_jobs import in_keras
 
 import hvdtrain
 from hvdtrain.__main__ import main as hvdtrain_main
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.keras import named_variables
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.training.build import build_learner
 
 SHORT = "epochs=2 batch.size=100 log.display=lines optim.base_lr=0.1"
 
@@ -108,6 +113,27 @@ def check_object_and_file(folder: Path) -> None:
     assert all(np.array_equal(by_shape[w.shape], w) for w in loaded.get_weights())
 
 
+def narrow(shape: tuple[int, ...], classes: int) -> Any:
+    layers = keras.layers
+    return keras.Sequential([layers.Input(shape), layers.Dense(7), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(classes)])
+
+
+def check_skipped_step(folder: Path) -> None:
+    """A step whose loss is not finite leaves weights, running statistics and optimizer state to the last bit; another one changes all."""
+    words = "framework=keras model.name=keras_jobs:narrow speed.precision=fp64 guard.nonfinite=skip optim.name=sgd"
+    task = Classification((12,), 10, np.array([0.0]), np.array([1.0]), dtype="float32")
+    learner = build_learner(configure(None, words.split()), task, SingleProcessCommunicator())
+    x = np.random.default_rng(0).normal(size=(6, 12)).astype("float32")
+    for step, wrong in enumerate((True, False)):
+        before, batch = learner.state(), {"x": x.copy(), "y": np.arange(6)}
+        batch["x"][2] = np.nan if wrong else 0
+        hyper = Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6, step=step)
+        assert learner.step([learner.to_device(batch)], hyper, 3)["nonfinite"] == wrong
+        after = learner.state()
+        same = {name for name in before if np.array_equal(before[name], after[name])}
+        assert same == (before.keys() if wrong else set()), same
+
+
 def check_names(folder: Path) -> None:
     """They do not depend on what the process has made before."""
     names = []
@@ -149,7 +175,7 @@ def check_what_is_refused(folder: Path) -> None:
             raise AssertionError(f"{words} runs")
 
 
-CHECKS: list[Callable[[Path], None]] = [check_names, check_resumed_bits, check_object_and_file, check_what_is_refused]
+CHECKS: list[Callable[[Path], None]] = [check_names, check_skipped_step, check_resumed_bits, check_object_and_file, check_what_is_refused]
 
 
 def main(out: str, folder: str) -> None:

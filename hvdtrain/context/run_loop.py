@@ -29,24 +29,24 @@ def run_loop(train: Callable[[Context], object], config_file: str | None, argume
     if not callable(train):
         raise UserError(f"{train!r:.60} is no function of a context", WHERE, "def train(ctx): the loop; hvdtrain.run(train, {...})")
     rank, closing = connected(config_file, arguments, WHERE)
-    attempt = _Attempt(train, rank, closing)
+    runs = _Runs(train, rank, closing)
     try:
-        with the_open_one(attempt):
-            return attempt.run()
+        with the_open_one(runs):
+            return runs.until_the_end()
     except BaseException as error:
-        attempt.fail(error)
+        runs.fail(error)
         raise
 
 
-class _Attempt:
-    """The loop on this rank, from its first call of train() to the one that comes to its end."""
+class _Runs:
+    """The calls of train() on this rank, from the first to the one that comes to its end."""
 
     def __init__(self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack) -> None:
         self._train, self._rank, self._closing = train, rank, closing
         self._context: Context | None = None
         self._hosts: list[str] = []  # by the numbers of the launcher
 
-    def run(self) -> int:
+    def until_the_end(self) -> int:
         """Until train() has come to its end on the ranks that live then; the exit code. Every rank calls it."""
         ranks = self._ready_for_losses()
         former: Former | None = None
