@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from hvdtrain.api import train as train
     from hvdtrain.context.context import Context as Context
     from hvdtrain.tasks.user_functions import OwnMetric as OwnMetric
+    from hvdtrain.training.hooks import Hook as Hook
 
 
-__all__ = ["Context", "OwnMetric", "Run", "UserError", "__version__", "evaluate", "init", "predict", "read", "run", "train"]
+__all__ = ["Context", "Hook", "OwnMetric", "Run", "UserError", "__version__", "evaluate", "init", "predict", "read", "run", "train"]
 _AT_FIRST_USE = {  # name -> module: the command line starts faster without them
     **dict.fromkeys(("init", "run", "train", "read", "predict", "evaluate", "Run"), "hvdtrain.api"),
     "Context": "hvdtrain.context.context",
     "OwnMetric": "hvdtrain.tasks.user_functions",
+    "Hook": "hvdtrain.training.hooks",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """init(), run(), Context, train(), read(), predict(), evaluate(), Run and OwnMetric. Raises AttributeError for another name."""
+    """init(), run(), Context, train(), read(), predict(), evaluate(), Run, OwnMetric and Hook. Raises AttributeError for another name."""
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module 'hvdtrain' has no attribute '{name}'")
     return getattr(importlib.import_module(_AT_FIRST_USE[name]), name)

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.config.section import Given
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.inputs import Transform
+    from hvdtrain.training.hooks import Hook
     from hvdtrain.training.run_rank import Rank
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ def train(
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     objective: str | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
 
@@ -101,11 +103,13 @@ def train(
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
     metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
     objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
+    hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.training.failure import report_user_errors
+    from hvdtrain.training.given import given_hooks
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()
@@ -114,9 +118,10 @@ def train(
         config_file, arguments = _file_and_arguments(config, arguments)
         given = _given(model, train_data, val_data, loss, metrics, objective)
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
+        of_job = {**given, "hooks": given_hooks(hooks)} if hooks else given
         if model is not None and "model" not in given:
             names.append(f"model.name={_yaml('model.name', model)}")
-        result = run_rank(config_file, [*arguments, *names], from_script=True, given=given)
+        result = run_rank(config_file, [*arguments, *names], from_script=True, given=of_job)
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
         raise

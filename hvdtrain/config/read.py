@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ def _without_owner(resumed: Sequence[Assignment], assigned: Sequence[Assignment]
     return [one for one in resumed if one.key not in _OWNERS or now.get(_OWNERS[one.key][0]) != _OWNERS[one.key][1]]
 
 
-_CODE = ("data.name", "task.name", "model.name", "optim.name")  # keys whose value may be an import path
+_CODE = ("data.name", "task.name", "model.name", "optim.name", "hooks")  # keys whose value may be an import path
 
 
 def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:
@@ -109,8 +110,9 @@ def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:
             what = f"{key}={short(value)} is an object of a script, and only that script has it"
             raise UserError(what, origin, go_on(key.partition(".")[0]))
         if names_code and key not in assigned:
-            fix = of_a_script(str(value)) or f"if you trust it, add the argument {key}={short(value)}"
-            raise UserError(f"{key}={short(value)} imports code, and only the run folder names it", origin, fix)
+            shown = short(value if isinstance(value, str) else json.dumps(value))
+            fix = of_a_script(str(value)) or f"if you trust it, add the argument {key}={shown}"
+            raise UserError(f"{key}={shown} imports code, and only the run folder names it", origin, fix)
 
 
 def _is_of_a_run(path: str) -> bool:

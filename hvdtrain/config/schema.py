@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from hvdtrain.config.lengths import LengthValue, PositiveLength, as_given
@@ -880,6 +880,9 @@ class Config(Section):
         description="passes over the training set, 0.5 or 2.25 too; no limit by default where stop.steps or stop.time ends the job",
     )
     seed: int = Field(default=1, ge=0, le=2**63 - 1, description="seed of shuffling, initial weights, augmentation and dropout")
+    hooks: list[str] = Field(
+        default_factory=list, description="your own calls in the training loop, classes of hvdtrain.Hook: [package.module:Class]"
+    )
     data: DataConfig = Field(default_factory=DataConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
@@ -899,6 +902,19 @@ class Config(Section):
     guard: GuardConfig = Field(default_factory=GuardConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
+
+    _given_hooks: Sequence[Any] = PrivateAttr(default=())
+
+    @property
+    def given_hooks(self) -> Sequence[Any]:
+        """Those that a script gives as objects."""
+        return self._given_hooks
+
+    def with_given_hooks(self, hooks: Sequence[Any]) -> Config:
+        """A copy for which a script gives hooks."""
+        copy = self.model_copy()
+        copy._given_hooks = hooks
+        return copy
 
     @property
     def keeps_copies(self) -> bool:

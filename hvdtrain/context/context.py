@@ -17,12 +17,12 @@ from hvdtrain.comm.communicator import Elastic
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.context import own_events
-from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
+from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, evaluated, restore
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import Order, SampleStream, check_batch, checked_source, rows_of
 from hvdtrain.context.sync_points import SyncPoints
-from hvdtrain.core.metrics import Better, Sums
+from hvdtrain.core.metrics import Better, Sums, scalar
 from hvdtrain.core.own_line import own_frame
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import evaluation_batches

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
-from hvdtrain.core.metrics import Sums
+from hvdtrain.core.metrics import Sums, scalar
 from hvdtrain.errors import UserError
 
 
@@ -78,14 +78,3 @@ def check_mean(metrics: object, count: object) -> None:
 
 def quotient(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
-
-
-def scalar(name: str, value: Any, where: str) -> Any:
-    """A number, or a device scalar without its gradient. Raises UserError for anything else."""
-    value = value.detach() if hasattr(value, "detach") else value
-    if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
-        return value.reshape(()).double() if hasattr(value, "double") else float(value)
-    if not hasattr(value, "shape"):
-        raise UserError(f"{name} is a {type(value).__name__}, not a number", where, "a number, or a tensor of one")
-    what = f"{name} is of shape {tuple(value.shape)}, not one number"
-    raise UserError(what, where, f"the mean over this rank's samples: {name}={name}.mean()")

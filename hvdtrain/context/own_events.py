@@ -12,6 +12,7 @@ from hvdtrain.context.settings import described
 from hvdtrain.context.stream import SampleStream
 from hvdtrain.errors import DONE
 from hvdtrain.events import redaction
+from hvdtrain.events.writers import OWN_LOOP
 from hvdtrain.training.checkpoint.changes import PLACE, flat
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.summary import fields_of_ranks, lines_of_ranks
@@ -24,7 +25,7 @@ def start_fields(communicator: Communicator, hosts: list[str], model: str, strea
         "framework": "torch",
         "model": model,
         "samples": stream.order.dataset,
-        "task": "a script's own loop",
+        "task": OWN_LOOP,
         "objective": "loss",
         "unit": "samples",
         "counts": "samples",

@@ -12,9 +12,8 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
-from hvdtrain.context.logged import scalar
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, whole
-from hvdtrain.core.metrics import Better
+from hvdtrain.core.metrics import Better, scalar
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.files import Identity

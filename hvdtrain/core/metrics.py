@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain.errors import UserError
+
 # {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task declares. Device scalars, or vectors of
 # a fixed length, during a step; after an allreduce floats and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time"
 # and "save", the flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py); "phase.*", "rank.*"
@@ -71,3 +73,14 @@ def _add(a: Any, b: Any) -> Any:
     if isinstance(a, tuple) or isinstance(b, tuple):  # vectors on the host
         return tuple((np.asarray(a) + np.asarray(b)).tolist())
     return a + b
+
+
+def scalar(name: str, value: Any, where: str) -> Any:
+    """A number, or a device scalar without its gradient. Raises UserError for anything else."""
+    value = value.detach() if hasattr(value, "detach") else value
+    if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
+        return value.reshape(()).double() if hasattr(value, "double") else float(value)
+    if not hasattr(value, "shape"):
+        raise UserError(f"{name} is a {type(value).__name__}, not a number", where, "a number, or a tensor of one")
+    what = f"{name} is of shape {tuple(value.shape)}, not one number"
+    raise UserError(what, where, f"the mean over this rank's samples: {name}={name}.mean()")

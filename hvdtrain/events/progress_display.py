@@ -182,7 +182,7 @@ class ProgressDisplay:
         f = self._fields
         phases = f.get("phase_ms", {})
         step_ms = sum(phases.values())
-        name, column, spec, objective, unit, rate = self._metric
+        name, column, spec, objective, unit, rate, _ = self._metric
         metrics = [
             (f"{unit}/s", f"{f[rate]:,.0f}" if rate in f else ""),
             ("loss", f"{f['loss']:.4f}" if "loss" in f else ""),

@@ -18,6 +18,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 
+OWN_LOOP = "a script's own loop"  # in the place of a task, in the event "start"
 KEPT = 10_000  # lines that wait in memory while the disk is full; the newest are kept
 BURST = 1000  # events of single steps that are written together
 
@@ -31,6 +32,7 @@ class ShownMetric(NamedTuple):
     objective: str = "accuracy"
     unit: str = "images"  # or samples, or tokens, whose rate is shown
     rate: str = "samples_per_s"  # the field that has it
+    is_own_loop: bool = False  # a script's, whose events have what it logs alone
 
 
 def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
@@ -45,7 +47,15 @@ def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
     name = objective if objective != "loss" else next((other for other in metrics if other != "loss"), "loss")
     described = metrics.get(name)
     described = described if isinstance(described, Mapping) else {}
-    return ShownMetric(str(name), str(described.get("column", name)), ".4f" if described.get("percent") else ".4g", objective, unit, rate)
+    return ShownMetric(
+        str(name),
+        str(described.get("column", name)),
+        ".4f" if described.get("percent") else ".4g",
+        objective,
+        unit,
+        rate,
+        start.get("task") == OWN_LOOP,
+    )
 
 
 class TextOutput(Protocol):
@@ -104,13 +114,15 @@ class TextWriter:
         self._out.close()
 
     def _write_epoch(self, fields: dict[str, Any]) -> None:
-        if "logged" in fields:  # of a script's own loop
+        if self._metric.is_own_loop:
             self.write(_own_epoch_line(fields, self._metric))
             return
         if not self._header_written:
             self.write(_epoch_header(self._metric))
             self._header_written = True
         self.write(_epoch_line(fields, self._metric))
+        if "logged" in fields:  # by hooks
+            self.write(f"       {_named(fields['logged']).removesuffix(', ')}")
         noise_scale = fields.get("noise_scale", math.nan)
         if math.isfinite(noise_scale):
             self.write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
@@ -127,9 +139,9 @@ def _named(logged: dict[str, float]) -> str:
 def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
     of = "" if f["of"] is None else f" of {f['of']:.5g}"
     done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
-    if "logged" in f:  # of a script's own loop
+    if metric.is_own_loop:
         return f"{done}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
-    return f"{done}: train loss {f['loss']:.4f}, {f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
+    return f"{done}: train loss {f['loss']:.4f}, {_named(f.get('logged', {}))}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
 
 
 def _epoch_header(metric: ShownMetric) -> str:

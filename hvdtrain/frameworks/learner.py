@@ -187,6 +187,11 @@ class Learner(HasState, Protocol):
     # What follows a learner has where its job may need it; as it stands here it is that of a learner of one process.
 
     @property
+    def module(self) -> Any:
+        """The object that is trained, as its framework knows it: a torch.nn.Module; None where models are functions."""
+        return None
+
+    @property
     def first_samples(self) -> int:
         """How many training samples the model computes some of its first weights from. The same on all ranks."""
         return 0

@@ -139,6 +139,7 @@ class ElasticJob:
         on_rank_0_only(ranks, lambda: self._successor.take_over(job, restored.now))
         self._successor.share_lock(ranks)
         self.job = on_other_ranks(job, restored.now)
+        job.hooks.load(restored.now)
         return restored
 
     def _read_checkpoint(self) -> TrainState:

@@ -12,6 +12,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
 from hvdtrain.tasks.user_tasks import OwnLoss, examples_of, measured, own_loss
+from hvdtrain.training.hooks import check_hooks
 
 Makers = Mapping[str, Given]  # by section
 
@@ -74,6 +75,12 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
     return Given(name, task, {"loss": loss, **objects})
 
 
+def given_hooks(hooks: Any) -> Given:
+    """Raises UserError for what is no list of hooks."""
+    found = check_hooks(hooks)
+    return Given(None, lambda: found, {})
+
+
 def with_given(config: Config, given: Makers) -> Config:
     """The configuration of a job whose script gives these objects. Raises UserError where it says otherwise."""
     if "data" in given and config.data.val_share is not None and given["data"].objects["val_data"] is not type(None):
@@ -87,5 +94,6 @@ def with_given(config: Config, given: Makers) -> Config:
         elif config.framework != "torch":  # which takes a model of Keras on torch, and refuses another one itself
             what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
             raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
-    sections = {section: getattr(config, section).with_given(one) for section, one in given.items()}
-    return config.replace(**sections)
+    sections = {section: getattr(config, section).with_given(one) for section, one in given.items() if section != "hooks"}
+    config = config.replace(**sections)
+    return config.with_given_hooks(given["hooks"].make()) if "hooks" in given else config

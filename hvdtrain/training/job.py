@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from hvdtrain.training.datasets import Datasets, evaluated_part, identity, recip
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import Deadline, HealthMonitor
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.hooks import Hook, Hooks, Training
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.job_memory import MemoryMeter
 from hvdtrain.training.memory_copy import MemoryCopy
@@ -64,6 +65,7 @@ class Job:
     health: HealthMonitor
     telemetry: Telemetry
     samples: SampleSeries
+    hooks: Hooks
     noise_scale: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
     memory_copy: MemoryCopy | None  # where the job goes back to when ranks are lost; None where that ends it
@@ -88,6 +90,7 @@ def make_job(
     warnings: RankWarnings | None = None,
     memory: MemoryMeter | None = None,
     recipe: Recipe | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Job:
     """The job that continues from `start`. Every rank calls it, with its learner in the common state.
 
@@ -122,11 +125,17 @@ def make_job(
         samples=SampleSeries(
             config, datasets.task, datasets.val, communicator, learner, heartbeat, health, log, run=run, open_run=open_run
         ),
+        hooks=Hooks(hooks, Training(config, communicator, learner, run, trainers_names(datasets.task)), communicator),
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
     )
+
+
+def trainers_names(task: Task) -> set[str]:
+    """What no hook logs: the fields of events that the trainer has, and trackers show beside a hook's."""
+    return {*(metric.name for metric in task.metrics), "lr", "batch", "epochs", "samples_per_s", "tokens_per_s"}
 
 
 def make_health(

@@ -34,9 +34,11 @@ def train(job: Job, now: TrainState) -> tuple[TrainState, str]:
     """Trains until the job is over or has to stop early; returns the state and the reason. An evaluation ends each epoch."""
     while not (reason := stop_reason(job.config, now) or job.health.stop_request):
         now = evaluate_and_record(job, now) if evaluation_due(job.config, now) else train_to_sync_point(job, now)
+        saves = not job.health.stop_request and not evaluation_due(job.config, now)
+        now = job.hooks.with_states(now, before_checkpoint=saves and job.checkpoints.may_save(now))
         if job.memory_copy:
             job.memory_copy.keep(now)
-        if not job.health.stop_request and not evaluation_due(job.config, now):
+        if saves:
             job.checkpoints.save_if_due(now)
     return now, reason
 
@@ -60,8 +62,10 @@ def run_steps(job: Job, now: TrainState) -> Window:
         hyper, micro_batches = job.prefetcher.take(p)
         hyper = job.recipe.after_evaluations(hyper, now.plateau)
         job.heartbeat.beat("step", p.epoch, p.step)
-        sums = add_sums(sums, job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step)))
+        of_step = job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step))
+        sums = add_sums(sums, of_step)
         job.unfinished = Unfinished(began_s, sums)
+        job.hooks.after_step(p.advance(hyper.batch), of_step)
     return Window(end, job.recipe.after_evaluations(job.recipe.at(steps[-1]), now.plateau), sums, began_s)
 
 
@@ -69,6 +73,7 @@ def synchronize(job: Job, window: Window) -> Sums:
     """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums, flags and telemetry over ranks."""
     p = window.progress
     make_equal(job, p)
+    job.hooks.exchange()
     # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
     over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())  # rank 0's clock decides for all
     sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
@@ -91,12 +96,14 @@ def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: fl
         job.warnings.exchange(job.communicator)
         job.log.emit("started", p.step, **startup.fields(job.heartbeat))
     now = replace(before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch).add_energy(sums)
+    now = job.hooks.ended(now)
     before_save = bool(sums["save"]) or evaluation_due(job.config, now)
     now = act(job, before, now, window.last, sums, before_save=before_save)
     if not math.isfinite(sums["loss"]) or (now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"):
         return now  # the sums are no numbers, or of weights that were replaced, on all ranks by the same
     noise_scale = job.noise_scale.update(sums)
-    job.log.emit("step", p.step, **step_fields(job.task, now, sums, seconds, job.recipe.epochs), **telemetry_fields, **noise_scale)
+    fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs) | job.hooks.fields()
+    job.log.emit("step", p.step, **fields, **telemetry_fields, **noise_scale)
     return now.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 
@@ -109,7 +116,8 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     now = now.add_energy(val)
     after, reached = after_evaluation(job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds)
     after = replace(after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better))
-    fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
+    after = job.hooks.after_evaluation(after, {metric.name: metric.of(val) for metric in job.task.metrics})
+    fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value) | job.hooks.fields()
     job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
     for gauge in job.telemetry.gauges:
         gauge.emit(now.progress.step)

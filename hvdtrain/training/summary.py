@@ -136,6 +136,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         lines.append(f"norm    {_norm_summary(config, samples)}")
     lines += [
         f"model   {config.model.name}: {job.learner.describe()}",
+        *job.hooks.summary(),
         *([f"memory  {job.memory.note}"] if job.memory and job.memory.note else []),
         energy.summary(job.telemetry.energy.reasons),
         f"run     {start.run}",

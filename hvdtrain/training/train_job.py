@@ -29,6 +29,7 @@ from hvdtrain.training.elastic_job import ElasticJob, Successor, ready_for_losse
 from hvdtrain.training.health.heartbeat import Heartbeat, noted
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.hooks import hooks_of
 from hvdtrain.training.input import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
 from hvdtrain.training.job_memory import MemoryMeter, forecast_of_job
@@ -77,7 +78,7 @@ def train_job(
         check_same_facts(communicator, facts(config, data_facts(config, datasets), communicator.name))
     heartbeat.beat("building the model", 0, 0)
     load_libraries(config)
-    recipe = recipe_of(config, datasets)
+    recipe, hooks = recipe_of(config, datasets), hooks_of(config)
     memory = MemoryMeter(forecast_of_job(config, datasets, communicator, recipe), room_of_rank(config, communicator))
     learner = build_learner(config, datasets.task, communicator)
     check_smallest_pass(config, recipe.batch, learner, communicator.size)
@@ -107,7 +108,9 @@ def train_job(
         open_run=lock.open,
         memory=memory,
         recipe=recipe,
+        hooks=hooks,
     )
+    start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
     summary.emit_start(job, start, engine_reason)
     successor = Successor(
         config,
@@ -159,6 +162,8 @@ def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> 
             job.checkpoints.save(now)  # so that there is always one to roll back to
         if not now.progress.step:
             job.samples.draw(now)
+        if not start.is_over:
+            job.hooks.start(now)
     now, reason = train(job, now)
     lock.ending()
     return finish(job, start, now, reason)
@@ -220,7 +225,7 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
 
     Raises as write_last_checkpoint().
     """
-    now = job.telemetry.finish(now)
+    now = job.telemetry.finish(now) if start.is_over else job.hooks.end(job.telemetry.finish(now))
     is_over = bool(stop_reason(job.config, now))
     failure = write_last_checkpoint(job, now, reason, is_over=is_over)
     memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}

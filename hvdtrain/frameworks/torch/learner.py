@@ -153,6 +153,10 @@ class TorchLearner(Learner):
         return global_weight(self.forward.task, own, batch, self.readers)
 
     @property
+    def module(self) -> torch.nn.Module:
+        return self.model
+
+    @property
     def first_samples(self) -> int:
         return first_samples_of(self.model)
 

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ _SAME_JOB = (
     ),
     *("comm.engine", "comm.address", "comm.timeout_s", "comm.reduce", "comm.bucket_mb", "comm.tune", "comm.hierarchical", "comm.cycle_ms"),
     *("comm.fusion_mb", "comm.device_memory", "speed.device", "speed.channels_last", "speed.compile", "speed.deterministic"),
-    *("checkpoint.", "guard.", "log.", "profile."),
+    *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )
 _SYNC_POINTS = ("log.every_steps", "checkpoint.every_steps", "evaluate.every_steps")  # where comm.local_steps averages the weights, too
 _LENGTH = ("epochs", "stop.")  # when it is over
@@ -70,6 +71,15 @@ def changes(run: Path, config: Config) -> list[Change]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in PLACE
     ]
+
+
+def ended_by_hook(now: TrainState, found: Sequence[Change]) -> TrainState:
+    """A job that a hook has ended is over, unless the command changes its length or its hooks."""
+    if not now.ended_by:
+        return now
+    if any(_is_one_of(change.key, ("hooks", *_LENGTH)) for change in found):
+        return replace(now, ended_by="")
+    return replace(now, progress=now.progress.end_here())
 
 
 def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> None:
@@ -177,14 +187,18 @@ def _argument(change: Change) -> str:
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
     """With these arguments more. Code and a cache that a run folder names are used only where the command names them too."""
-    if any(section.name.startswith("__main__:") or section.given for section in (config.data, config.task, config.model)):
+    sections = (config.data, config.task, config.model)
+    of_script = any(name.startswith("__main__:") for name in (*(section.name for section in sections), *config.hooks))
+    if of_script or config.given_hooks or any(section.given for section in sections):
         return f"the same script, with {shlex.join([f'resume={run}', *arguments])}"
     command = [f"resume={run}"]
-    for section in (config.data, config.task, config.model):
+    for section in sections:
         if is_users_own(section):
             command.append(f"{section.section}.name={section.name}")
     if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
         command.append(f"optim.name={config.optim.name}")
+    if config.hooks:
+        command.append(f"hooks={json.dumps(config.hooks)}")
     if config.data.options.get("cache") is not None:
         command.append(f"data.cache={config.data.options['cache']}")
     return command_line(*command, *(argument for argument in arguments if argument not in command))

@@ -84,10 +84,14 @@ class Checkpoints:
         elif self.saver:
             self.saver.save(now, self._learner)
 
+    def may_save(self, now: TrainState) -> bool:
+        """Whether save_if_due() may save one; the same on every rank."""
+        return self._expected or now.evaluated == now.progress.step
+
     def save_if_due(self, now: TrainState) -> None:
         """Saves a checkpoint where due() chose this step, or where this step was just evaluated."""
-        expected, self._expected = self._expected, False
-        if expected or now.evaluated == now.progress.step:
+        may_save, expected, self._expected = self.may_save(now), self._expected, False
+        if may_save:
             self._wait_for_the_write_before()
         if self._learner.is_sharded:
             if expected:

@@ -20,6 +20,7 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import (
     Change,
     changes,
+    ended_by_hook,
     flat,
     further,
     refuse_another_job,
@@ -84,7 +85,8 @@ def find_resume_point(
     try:
         changed = changes(run, config)
     except UserError as error:
-        return ResumePoint(run, train_state, [*notes, f"changed keys are unknown: {error.what}"], None), arrays
+        return ResumePoint(run, ended_by_hook(train_state, []), [*notes, f"changed keys are unknown: {error.what}"], None), arrays
+    train_state = ended_by_hook(train_state, changed)
     refuse_another_optimizer(changed, config, run)
     refuse_another_model(changed, config, run)
     misfit = "" if shapes is None else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})

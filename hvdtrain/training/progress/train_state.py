@@ -82,6 +82,8 @@ class TrainState:
     batch: Count = 0  # of the last step
     plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
     noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
+    ended_by: str = ""  # the hook that has ended the job, and why
+    hooks: dict[str, Any] = field(default_factory=dict)  # the states of hooks, by their names: trees of JSON
     is_kept: bool = False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
@@ -164,6 +166,8 @@ _ADDED: dict[str, Any] = {
     "reached": [],
     "without_better": 0,
     "is_kept": False,
+    "ended_by": "",
+    "hooks": {},
     "plateau": list(Plateau()),
 }
 

@@ -81,7 +81,7 @@ def stop_reason(config: Config, now: TrainState) -> str:
     if not now.progress.done:
         return ""
     is_of_epochs = now.progress.samples >= total_samples(config, now.progress.dataset)
-    return f"epochs={total_epochs(config):g}" if is_of_epochs else f"stop.time={config.stop.time}"
+    return f"epochs={total_epochs(config):g}" if is_of_epochs else now.ended_by or f"stop.time={config.stop.time}"
 
 
 def after_evaluation(

@@ -1,0 +1,276 @@
+"""Hooks: the user's own calls in the trainer's loop, with a state in the checkpoint, values in the log, a stop that all ranks agree on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.plugins import load_dotted, of_python
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.metrics import Sums, host_value, scalar
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import UserError, short
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.training.progress.train_state import TrainState
+
+MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
+_FIX = "a subclass of hvdtrain.Hook: its object, or in hooks=[package.module:Class] its class"
+
+
+class Hook:
+    """Base class of a user's own calls in the loop of hvdtrain.train(). Each does nothing until a subclass says otherwise.
+
+    They are called on every rank, in the order in which the hooks were given; those of a hook with `on_rank_0_only` on rank 0 alone. A
+    hook changes nothing that ranks must have equal, unless it does so on every rank alike. What it raises ends the job on all ranks.
+    """
+
+    on_rank_0_only = False
+
+    def on_start(self, training: Training) -> None:
+        """Before the first step of this start, which may be a resume: the state is loaded."""
+
+    def after_step(self, training: Training) -> None:
+        """After each step. Steps are queued on a GPU: what waits for it, as training.loss, costs time in every step."""
+
+    def after_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+        """After each evaluation; metrics: of the validation set by name, equal on all ranks."""
+
+    def before_checkpoint(self, training: Training) -> None:
+        """Before the state is taken for a checkpoint."""
+
+    def on_end(self, training: Training) -> None:
+        """After the last step of this start, before the last checkpoint: where the job is over, or stops to be resumed."""
+
+    def state_dict(self) -> Any:
+        """What the checkpoint keeps of it: a tree of JSON without NaN. Rank 0's is kept, and every rank gets it."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Takes what state_dict() gave; not called where that was None."""
+
+
+class Training:
+    """What a hook sees of the job on this rank."""
+
+    def __init__(self, config: Config, communicator: Communicator, learner: Learner, run: Path | None, taken: Collection[str]) -> None:
+        self._communicator, self._learner, self._taken = communicator, learner, taken
+        self.config, self.run = config, run  # the configuration, and the run folder as rank 0 knows it
+        self.step, self.epochs = 0, 0.0  # done
+        self.called = ""  # the hook that is called
+        self.is_on_one_rank = False  # no other rank calls that hook
+        self.request = ""  # to stop, and why
+        self.is_over = False  # no event follows
+        self._sums: Sums = {}
+        self._logged: dict[str, tuple[Any, int]] = {}  # name -> (values added up, maybe on the device; how many)
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self._communicator.size
+
+    @property
+    def model(self) -> Any:
+        """The torch.nn.Module or keras.Model that is trained; None where the framework's models are functions."""
+        return self._learner.module
+
+    @property
+    def loss(self) -> float:
+        """This rank's mean loss over the samples of the last step, NaN without samples. The host waits for the device."""
+        count = float(self._sums.get("count", 0))
+        return float(np.sum(host_value(self._sums["loss"]))) / count if count else math.nan
+
+    def weights(self) -> Arrays:
+        """Weights and buffers, by the names of the model's state dict. A collective: in a hook that every rank has."""
+        if self.is_on_one_rank:
+            raise UserError(
+                "training.weights() of a hook of rank 0 alone", self.called, "on_rank_0_only = False: ranks gather them together"
+            )
+        state = self._learner.state()
+        return {name: state[own] for name, own in self._learner.state_dict_names().items()}
+
+    def log(self, **values: Any) -> None:
+        """Means, over this hook's ranks and its calls, in the next event `step`; of after_evaluation() in the event `epoch`."""
+        self._check_goes_on("log")
+        for name, value in values.items():
+            if name in self._taken:
+                raise UserError(f"training.log({name}=...): {name} is a name of the trainer's", self.called, f"another one: my_{name}")
+            total, count = self._logged.get(name, (0.0, 0))
+            self._logged[name] = (total + scalar(name, value, self.called), count + 1)
+
+    def stop(self, reason: str) -> None:
+        """Ends the job on all ranks at the next sync point (log.every_steps), as its last step does: with an evaluation and exit code 0."""
+        self._check_goes_on("stop")
+        self.request = f"hook {self.called}: {short(str(reason), 200)}"
+
+    def _check_goes_on(self, call: str) -> None:
+        if self.is_over:
+            raise UserError(f"training.{call}() in on_end(): training is over", self.called, "after_evaluation(), which comes before")
+
+    def at(self, p: Progress, sums: Sums | None = None) -> None:
+        """p: of the steps done; sums: of the last one, where that is another than before."""
+        self.step, self.epochs = p.step, p.epochs
+        self._sums = self._sums if sums is None else sums
+
+    def forget(self) -> None:
+        """What was logged and asked for in steps that are made again."""
+        self._logged, self.request = {}, ""
+
+    def take_logged(self) -> dict[str, tuple[float, int]]:
+        """name -> (values added up, how many) since the last time. The host waits for the device."""
+        logged, self._logged = self._logged, {}
+        return {name: (float(total), count) for name, (total, count) in logged.items()}
+
+
+class Hooks:
+    """The hooks of a job on this rank."""
+
+    def __init__(self, hooks: Sequence[Hook], training: Training, communicator: Communicator) -> None:
+        self._hooks, self._training, self._communicator = hooks, training, communicator
+        counts: Counter[str] = Counter()
+        self._names: list[str] = []  # of their states: Log, and of a second one Log 2
+        for hook in hooks:
+            counts[name := type(hook).__name__] += 1
+            self._names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
+        self._means: dict[str, float] = {}
+        self._ended_by = ""  # the same on every rank
+        self._told = (-1, -1)  # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
+
+    def summary(self) -> list[str]:
+        """A line of the header, where there are hooks."""
+        of = [name + " (rank 0)" * hook.on_rank_0_only for name, hook in zip(self._names, self._hooks, strict=True)]
+        return [f"hooks   {', '.join(of)}"] if of else []
+
+    def load(self, now: TrainState) -> list[str]:
+        """Gives each hook its state, from which it goes on; lines on those of a checkpoint that nobody takes."""
+        self._training.forget()
+        for name, hook in zip(self._names, self._hooks, strict=True):
+            if now.hooks.get(name) is not None:
+                self._begin(name, hook)
+                hook.load_state_dict(now.hooks[name])
+        left = [name for name, state in now.hooks.items() if state is not None and name not in self._names]
+        return [f"the checkpoint has the state of a hook {name}, which this job has not" for name in left]
+
+    def start(self, now: TrainState) -> None:
+        self._training.at(now.progress)
+        self._each(lambda hook: hook.on_start(self._training))
+
+    def after_step(self, p: Progress, sums: Sums) -> None:
+        """p: after the step, whose sums these are."""
+        if self._hooks:
+            self._training.at(p, sums)
+            self._each(lambda hook: hook.after_step(self._training))
+
+    def after_evaluation(self, now: TrainState, metrics: Mapping[str, float]) -> TrainState:
+        """The state, at its end where a hook asks for that. A collective where there are hooks."""
+        self._training.at(now.progress)
+        self._each(lambda hook: hook.after_evaluation(self._training, metrics))
+        self.exchange()
+        return self.ended(now)
+
+    def exchange(self) -> None:
+        """Adds up over ranks what was logged, and agrees to stop. A collective where there are hooks."""
+        if not self._hooks:
+            return
+        of_ranks = self._communicator.allgather_object((self._training.take_logged(), self._training.request))
+        sums: dict[str, tuple[float, int]] = {}
+        for logged, _ in of_ranks:
+            for name, (total, count) in logged.items():
+                before = sums.get(name, (0.0, 0))
+                sums[name] = (before[0] + total, before[1] + count)
+        self._means = {name: total / count for name, (total, count) in sorted(sums.items())}
+        self._ended_by = next((request for _, request in of_ranks if request), "")
+
+    def ended(self, now: TrainState) -> TrainState:
+        """The state of a job that has no more samples to read, where a hook of any rank has asked for that."""
+        return replace(now, progress=now.progress.end_here(), ended_by=self._ended_by) if self._ended_by else now
+
+    def fields(self) -> dict[str, Any]:
+        """The field of an event that has what was logged."""
+        means, self._means = self._means, {}
+        return {"logged": means} if means else {}
+
+    def with_states(self, now: TrainState, *, before_checkpoint: bool) -> TrainState:
+        """The state with those of the hooks, as a checkpoint keeps them."""
+        if not self._hooks:
+            return now
+        at = (now.progress.step, now.evaluated)
+        if before_checkpoint and at != self._told:
+            self._told = at
+            self._each(lambda hook: hook.before_checkpoint(self._training))
+        return replace(now, hooks=self._states())
+
+    def _states(self) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name, hook in zip(self._names, self._hooks, strict=True):
+            state = hook.state_dict()
+            try:
+                text = json.dumps(state, allow_nan=False)
+                same = json.loads(text)
+            except (TypeError, ValueError, RecursionError) as error:
+                what = f"state_dict() of hook {name} gave what is no JSON: {error}"
+                raise UserError(what, name, "numbers, texts, lists, and dicts with texts as keys; None in place of NaN") from None
+            if len(text) > MOST_STATE_BYTES:
+                raise UserError(f"state_dict() of hook {name} has {len(text):,} bytes", name, f"at most {MOST_STATE_BYTES:,}")
+            states[name] = same
+        return states
+
+    def end(self, now: TrainState) -> TrainState:
+        """The state of the last checkpoint of this start."""
+        self._training.is_over = True
+        self._each(lambda hook: hook.on_end(self._training))
+        return self.with_states(now, before_checkpoint=True)
+
+    def _each(self, call: Callable[[Hook], None]) -> None:
+        for name, hook in zip(self._names, self._hooks, strict=True):
+            if not hook.on_rank_0_only or self._communicator.rank == 0:
+                self._begin(name, hook)
+                call(hook)
+
+    def _begin(self, name: str, hook: Hook) -> None:
+        self._training.called, self._training.is_on_one_rank = name, hook.on_rank_0_only and self._communicator.size > 1
+
+
+def hooks_of(config: Config) -> list[Hook]:
+    """Those of `hooks=` first, then those that the script gives. Raises UserError for what is none."""
+    found = [_made(name, config.where("hooks")) for name in config.hooks]
+    return [*found, *check_hooks(config.given_hooks)]
+
+
+def _made(name: str, where: str) -> Hook:
+    """What package.module:Class makes."""
+    if of_python(name):
+        raise UserError(f"{short(name)} is a part of Python, not a hook", where, _FIX)
+    kind = load_dotted(name, where)
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        what = f"{short(name)} cannot be called without arguments: {error}"
+        raise UserError(what, where, "hvdtrain.train(hooks=[...]) with an object") from None
+    made = kind()
+    if not isinstance(made, Hook):
+        raise UserError(f"{short(name)} makes a {type(made).__name__}, not a hook", where, _FIX)
+    return made
+
+
+def check_hooks(hooks: Any) -> list[Hook]:
+    """Those that a script gives. Raises UserError for what is none."""
+    where = "hvdtrain.train(), hooks"
+    if not isinstance(hooks, Sequence) or isinstance(hooks, str):
+        raise UserError(f"hooks is a {type(hooks).__name__}", where, "a list of them")
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise UserError(f"{short(repr(hook))} is no hook", where, _FIX)
+    return list(hooks)
