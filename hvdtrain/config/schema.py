@@ -907,7 +907,7 @@ class Config(Section):
 
     @property
     def given_hooks(self) -> Sequence[Any]:
-        """Those that a script gives as objects."""
+        """Hooks that a script gives as objects."""
         return self._given_hooks
 
     def with_given_hooks(self, hooks: Sequence[Any]) -> Config:

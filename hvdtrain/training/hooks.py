@@ -244,7 +244,7 @@ class Hooks:
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """Those of `hooks=` first, then those that the script gives. Raises UserError for what is none."""
+    """Hooks of `hooks=` first, then those that the script gives. Raises UserError for what is none."""
     found = [_made(name, config.where("hooks")) for name in config.hooks]
     return [*found, *check_hooks(config.given_hooks)]
 
@@ -266,7 +266,7 @@ def _made(name: str, where: str) -> Hook:
 
 
 def check_hooks(hooks: Any) -> list[Hook]:
-    """Those that a script gives. Raises UserError for what is none."""
+    """The hooks that a script gives. Raises UserError for what is none."""
     where = "hvdtrain.train(), hooks"
     if not isinstance(hooks, Sequence) or isinstance(hooks, str):
         raise UserError(f"hooks is a {type(hooks).__name__}", where, "a list of them")
