@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import keras_layers_on_ranks
 import numpy as np
 
 import hvdtrain.horovod.keras as hvd
@@ -313,7 +314,6 @@ def errors_say_what_to_do() -> str:
     for arguments, text in (
         ({"device_dense": "/cpu:0"}, "device_dense='/cpu:0' has no meaning: .*\n  fix: the call without device_dense"),
         ({"groups": 2}, "groups=2 has no meaning"),
-        ({"scale_local_gradients": False}, "scale_local_gradients=False has no meaning"),
         ({"op": 2}, "op=2: gradients are averaged or summed here"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor not supported with op != Average"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
@@ -329,6 +329,18 @@ def errors_say_what_to_do() -> str:
     built = SGD(0.1)
     built.build(model().trainable_variables)
     refused("is built without accumulated gradients", lambda: hvd.DistributedOptimizer(built, backward_passes_per_step=2))
+    net = model()
+    local = hvd.PartialDistributedOptimizer
+    refused("All local layers must be of keras.layers.Layer type", lambda: local(SGD(0.1), local_layers=[1]))
+    refused("local layers without variables yet: late", lambda: local(SGD(0.1), local_layers=keras.layers.Dense(1, name="late")))
+    scaled = keras.optimizers.LossScaleOptimizer(SGD(0.1))
+    refused("ranks would leave out different steps", lambda: local(scaled, local_layers=net.layers[0]))
+    refused("a local variable is a builtins.int", lambda: hvd.DistributedOptimizer(SGD(0.1)).register_local_var(1))
+    refused("a local variable is a builtins.int", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1]))
+    refused("does not support fused=True.*\n  fix: the call without it", lambda: hvd.SyncBatchNormalization(fused=True))
+    refused("synchronized=True is tf.distribute's", lambda: hvd.SyncBatchNormalization(synchronized=True))
+    refused("global variables are of TensorFlow 1", lambda: hvd.broadcast_global_variables(0))
+    refused("legacy_opts=True: Keras 3 has no", lambda: hvd.load_model("model.keras", legacy_opts=True))
     refused("steps_per_epoch is not known", lambda: hvd.callbacks.LearningRateWarmupCallback(0.1).on_train_begin())
     return ""
 
@@ -375,6 +387,7 @@ CHECKS = (
     a_saved_model_goes_on,
     calls_are_those_of_all_ranks,
     *ON_TORCH_ALONE * (BACKEND == "torch"),  # the same code on each backend
+    *keras_layers_on_ranks.CHECKS,
     ranks_with_another_number_of_batches_are_named,
 )
 

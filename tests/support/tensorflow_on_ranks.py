@@ -5,6 +5,7 @@ python tests/support/tensorflow_on_ranks.py OUT.json        writes {check: failu
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -215,21 +216,69 @@ def a_state_is_that_of_the_last_commit() -> str:
 
 
 def names_are_those_of_horovod() -> str:
-    here = """Adasum Average Compression DistributedGradientTape DistributedOptimizer Sum allgather allgather_object allreduce alltoall
-    broadcast broadcast_ broadcast_object broadcast_object_fn broadcast_variables global_process_set grouped_allgather grouped_allreduce
-    grouped_reducescatter init join local_rank local_size rank reducescatter shutdown size start_timeline"""
-    in_keras = """Average Compression DistributedOptimizer Sum allgather allreduce broadcast broadcast_object broadcast_variables callbacks
-    init load_model local_rank local_size rank reducescatter shutdown size"""
+    """Those of 0.28.1 that are no modules of others or parts of its own machinery."""
+    here = """Adasum Average BroadcastGlobalVariablesHook Compression DistributedGradientTape DistributedOptimizer Max Min
+    PartialDistributedGradientTape ProcessSet Product Sum SyncBatchNormalization add_process_set allgather allgather_object allreduce
+    alltoall broadcast broadcast_ broadcast_global_variables broadcast_object broadcast_object_fn broadcast_variables ccl_built
+    check_extension cross_rank cross_size cuda_built ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather
+    grouped_allreduce grouped_reducescatter init is_homogeneous is_initialized join local_rank local_rank_op local_size local_size_op
+    mpi_built mpi_enabled mpi_threads_supported nccl_built process_set_included_op rank rank_op reducescatter remove_process_set
+    rocm_built shutdown size size_op start_timeline stop_timeline"""
+    in_keras = """Adasum Average Compression DistributedOptimizer PartialDistributedOptimizer ProcessSet Sum add_process_set allgather
+    allreduce broadcast broadcast_global_variables callbacks ccl_built cross_rank cross_size cuda_built ddl_built elastic
+    global_process_set gloo_built gloo_enabled init is_initialized load_model local_rank local_size mpi_built mpi_enabled
+    mpi_threads_supported nccl_built rank reducescatter remove_process_set rocm_built shutdown size start_timeline stop_timeline"""
+    inside = "compression.Compression functions.broadcast_variables mpi_ops.rank_op sync_batch_norm.SyncBatchNormalization"
     assert [name for name in here.split() if not hasattr(hvd, name)] == []
-    assert [name for name in in_keras.split() if not hasattr(hvd_keras, name)] == []
-    assert hvd_keras.callbacks is hvdtrain.horovod.keras.callbacks and hvd_keras.load_model is hvdtrain.horovod.keras.load_model
+    for module in (hvd_keras, hvdtrain.horovod.keras):
+        assert [name for name in in_keras.split() if not hasattr(module, name)] == []
+    for module, name in (name.split(".") for name in inside.split()):
+        found = importlib.import_module(f"hvdtrain.horovod.tensorflow.{module}")
+        assert getattr(found, name) is getattr(hvd, name) and getattr(hvd, module) is found
+    for name, kind in (("callbacks", "BestModelCheckpoint"), ("elastic", "KerasState")):
+        found = importlib.import_module(f"hvdtrain.horovod.tensorflow.keras.{name}")
+        assert getattr(found, kind) is getattr(getattr(hvdtrain.horovod.keras, name), kind)
     for module in (hvd, hvd_keras):
         try:
-            module.SyncBatchNormalization  # noqa: B018
+            module.vars_to_refs  # noqa: B018
         except AttributeError as error:
             assert "docs/keras.md lists what it has" in str(error), str(error)
         else:
-            raise AssertionError("it is built: say so in docs/keras.md")
+            raise AssertionError("it is there")
+    return ""
+
+
+def ranks_are_tensors() -> str:
+    for how in HOW.values():
+        found = how(lambda: [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op()])()
+        assert [int(each) for each in found] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 1]
+        assert all(each.dtype == tf.int32 and each.shape == () for each in found)
+    return ""
+
+
+def a_tape_leaves_local_layers_to_each_rank() -> str:
+    """Gradients are (1 + rank) for each weight by hand; slices too."""
+    rank, size = hvd.rank(), hvd.size()
+    local = keras.layers.Dense(1, use_bias=False, dtype="float64")
+    local.build((None, 2))
+    table, weight = tf.Variable(np.ones((3, 2))), tf.Variable(np.ones(2))
+    x = tf.constant([[1.0 + rank] * 2], tf.float64)
+    for compiled in HOW.values():
+        for scale in (True, False):
+
+            @compiled
+            def gradients() -> Any:
+                with hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=local, scale_local_gradients=scale) as tape:  # noqa: B023
+                    loss = tf.reduce_sum(local(x)) + tf.reduce_sum(weight * x) + tf.reduce_sum(tf.gather(table, [1]) * x)
+                tape.register_local_source(table)
+                (own, of_table), common = tape.get_local_and_global_gradients(loss, [local.kernel, weight, table])
+                return own[1], of_table[1], common[0][1]
+
+            own, of_table, common = gradients()
+            divisor = size if scale else 1
+            close(own, np.full((2, 1), (1.0 + rank) / divisor))
+            close(tf.convert_to_tensor(of_table), np.array([[0.0] * 2, [(1.0 + rank) / divisor] * 2, [0.0] * 2]))
+            close(common, np.full(2, (1.0 + size) / 2))
     return ""
 
 
@@ -240,6 +289,7 @@ def errors_say_what_to_do() -> str:
         (lambda: hvd.DistributedGradientTape(tape, op=hvd.Min), "gradients are averaged or summed here"),
         (lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape)), "is a DistributedGradientTape already"),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), use_locking=True), "use_locking=True has no meaning"),
+        (lambda: hvd.BroadcastGlobalVariablesHook(0), "a SessionRunHook is of TensorFlow 1"),
         (lambda: hvd.broadcast_object(1, session=1), "a session is of TensorFlow 1"),
         (lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max), "slices are summed or averaged"),
         (lambda: tf.function(hvdtrain.horovod.allreduce, autograph=False)(tf.ones(2)), "import hvdtrain.horovod.tensorflow as hvd"),
@@ -277,6 +327,8 @@ CHECKS = (
     calls_take_what_tensorflow_has,
     a_state_is_that_of_the_last_commit,
     names_are_those_of_horovod,
+    ranks_are_tensors,
+    a_tape_leaves_local_layers_to_each_rank,
     errors_say_what_to_do,
 )
 

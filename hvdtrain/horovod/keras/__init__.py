@@ -33,6 +33,7 @@ from hvdtrain.horovod.basics import shutdown as shutdown
 from hvdtrain.horovod.basics import size as size
 from hvdtrain.horovod.basics import start_timeline as start_timeline
 from hvdtrain.horovod.basics import stop_timeline as stop_timeline
+from hvdtrain.horovod.call import Adasum as Adasum
 from hvdtrain.horovod.call import Average as Average
 from hvdtrain.horovod.call import Compression as Compression
 from hvdtrain.horovod.call import Max as Max
@@ -51,9 +52,12 @@ from hvdtrain.horovod.keras.calls import broadcast as broadcast
 from hvdtrain.horovod.keras.calls import init as init
 from hvdtrain.horovod.keras.calls import reducescatter as reducescatter
 from hvdtrain.horovod.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.horovod.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from hvdtrain.horovod.keras.optimizer import load_model as load_model
+from hvdtrain.horovod.keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.horovod.objects import allgather_object as allgather_object
 from hvdtrain.horovod.objects import broadcast_object as broadcast_object
+from hvdtrain.horovod.traced.variables import broadcast_global_variables as broadcast_global_variables
 from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_variables
 
 

@@ -24,10 +24,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     A model that has no weights before it has seen data gets them after the first step.
     """
 
-    def __init__(self, root_rank: int, device: str = "", *, process_set: ProcessSet = global_process_set) -> None:
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Any = None, *, process_set: ProcessSet = global_process_set
+    ) -> None:
+        """local_variables: one or several that each rank keeps as they are; the optimizer's are those of the root all the same."""
         super().__init__()
         refuse_placements(type(self).__name__, device=device)
         self._root, self._process_set, self._is_done = root_rank, process_set, False
+        self._local: list[Any] = []
+        for variable in [local_variables] if isinstance(local_variables, keras.Variable) else local_variables or ():
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves this variable of the model to each rank."""
+        if not isinstance(var, keras.Variable):
+            what = f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a variable of Keras"
+            raise BadCall(what, type(self).__name__, "local_variables=model.layers[0].trainable_variables, say")
+        self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.built:
@@ -42,7 +55,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        broadcast_variables([*model.weights, *(optimizer.variables if optimizer is not None else ())], self._root, self._process_set)
+        local = {id(variable) for variable in self._local}
+        common = [variable for variable in model.weights if id(variable) not in local]
+        broadcast_variables([*common, *(optimizer.variables if optimizer is not None else ())], self._root, self._process_set)
         self._is_done = True
 
 

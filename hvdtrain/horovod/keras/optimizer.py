@@ -1,9 +1,11 @@
-"""DistributedOptimizer: an optimizer of Keras whose gradients are combined over ranks before it applies them; models that have one."""
+"""DistributedOptimizer: an optimizer of Keras whose gradients are combined over ranks before it applies them, all or but for those of some
+layers; models that have one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -39,12 +41,12 @@ def DistributedOptimizer(
     mean; it is Keras' gradient_accumulation_steps, and ranks reduce once in so many passes. With a LossScaleOptimizer, which has to judge
     the gradients of all ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss scale gets one here.
 
-    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups, scale_local_gradients=False.
+    register_local_var(variable) of what is returned leaves a variable to each rank: its gradient is not reduced, but divided by the
+    number of ranks where scale_local_gradients is True.
+
+    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
     """
     refuse_placements(_WHERE, device_dense=device_dense, device_sparse=device_sparse, num_groups=num_groups, groups=groups)
-    if not scale_local_gradients:
-        what = "scale_local_gradients=False has no meaning: the gradients of all variables are reduced"
-        raise BadCall(what, _WHERE, "the call without it")
     if isinstance(optimizer, (Reducing, ReducingScaled)):
         raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, _ONCE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -53,8 +55,55 @@ def DistributedOptimizer(
     optimizer = _with_loss_scale(optimizer)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     name = name or f"gradients of {optimizer.name}"
-    reduction = GradientReduction(name, _WHERE, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
-    return _below(optimizer, reduction, factor)
+    how = compression, op, gradient_predivide_factor, sparse_as_dense, process_set, scale_local_gradients
+    return _below(optimizer, GradientReduction(name, _WHERE, *how), factor)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A DistributedOptimizer for which the variables of some layers are local, each rank's own.
+
+    local_layers: a layer that is built, or several. BroadcastGlobalVariablesCallback(local_variables=...) leaves them out as well.
+    """
+    how: dict[str, Any] = {"compression": compression, "op": op, "groups": groups, "process_set": process_set}
+    found = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
+        **how,
+    )
+    for variable in variables_of_layers(local_layers, "hvd.PartialDistributedOptimizer()"):
+        found.register_local_var(variable)
+    return found
+
+
+def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
+    """The trainable variables of a layer, or of several. Raises BadCall for what is none, and for one that is not built."""
+    if local_layers is None:
+        return []
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise BadCall("All local layers must be of keras.layers.Layer type", where, "local_layers=[model.layers[0]], say")
+    if unbuilt := [layer.name for layer in layers if not layer.built]:
+        what = f"local layers without variables yet: {', '.join(unbuilt)}"
+        raise BadCall(what, where, "keras.Input(...) as the model's first layer, or model.build(shape), before")
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
 def load_model(
@@ -62,12 +111,15 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
     """The model of a file, as keras.saving.load_model() loads it, whose optimizer is a DistributedOptimizer with the state of the file.
 
     arguments: of DistributedOptimizer. The file is as one that was saved without it, and Keras alone loads it too.
     """
+    if legacy_opts:
+        raise BadCall("legacy_opts=True: Keras 3 has no keras.optimizers.legacy", "hvd.load_model()", "the call without it")
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
@@ -82,29 +134,43 @@ class Reducing:
 
     _reduction: GradientReduction
     _factor: float  # of reduced gradients
+    _trainable_variables: list[Any]
     gradient_accumulation_steps: int | None
+
+    def register_local_var(self, var: Any) -> None:
+        """Leaves this variable to each rank: its gradient is that of this rank."""
+        if not isinstance(var, keras.Variable):
+            what = f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a variable of Keras"
+            raise BadCall(what, _WHERE, "one of model.trainable_variables")
+        self._reduction.local.add(id(var))
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Reduces, but for gradients that are accumulated: these once they are applied."""
         base: Any = super()
-        return base.apply(grads if self.gradient_accumulation_steps else self._reduced(grads), trainable_variables)
+        given = None if trainable_variables is None else list(trainable_variables)
+        found = self._trainable_variables if given is None else given
+        if self.gradient_accumulation_steps:
+            self.__dict__["_accumulated"] = [variable for grad, variable in zip(grads, found, strict=True) if grad is not None]
+            return base.apply(grads, given)
+        return base.apply(self._reduced(grads, found), given)
 
     @as_written
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Keras calls it for the gradients that are applied; on JAX in other passes too, where it does not use the result."""
         base: Any = super()
         if self.gradient_accumulation_steps:
-            grads = self._reduced_in_update(grads) if keras.backend.backend() == "jax" else self._reduced(grads)
+            found = self.__dict__["_accumulated"]
+            grads = self._reduced_in_update(grads, found) if keras.backend.backend() == "jax" else self._reduced(grads, found)
         return base._clip_gradients(grads)
 
-    def _reduced_in_update(self, grads: Sequence[Any]) -> Any:
+    def _reduced_in_update(self, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         optimizer: Any = self
         is_update = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
-        return keras.ops.cond(is_update, lambda: self._reduced(grads), lambda: list(grads))
+        return keras.ops.cond(is_update, lambda: self._reduced(grads, variables), lambda: list(grads))
 
-    def _reduced(self, grads: Sequence[Any]) -> list[Any]:
-        reduced = self._reduction.reduce(grads)
+    def _reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        reduced = self._reduction.reduce(grads, [id(variable) for variable in variables])
         return reduced if self._factor == 1 else [grad if grad is None else grad * self._factor for grad in reduced]
 
     @property
@@ -128,17 +194,24 @@ class ReducingScaled:
 
     _reduction: GradientReduction
     _factor: float
-    _reduced = Reducing._reduced
+
+    def register_local_var(self, var: Any) -> NoReturn:
+        """Raises BadCall: a rank would leave out a step by a gradient that the others do not have."""
+        what = "local layers with a LossScaleOptimizer: ranks would leave out different steps"
+        raise BadCall(what, _WHERE, "the policy mixed_bfloat16, or an optimizer with loss_scale_factor")
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         base: Any = super()
-        return base.apply(self._reduced(grads), trainable_variables)  # type: ignore[misc]
+        return base.apply(self._reduced(grads), trainable_variables)
 
     def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
         """Keras' own does not call apply()."""
         base: Any = super()
-        return base.stateless_apply(optimizer_variables, self._reduced(grads), trainable_variables)  # type: ignore[misc]
+        return base.stateless_apply(optimizer_variables, self._reduced(grads), trainable_variables)
+
+    def _reduced(self, grads: Sequence[Any]) -> list[Any]:
+        return Reducing._reduced(self, grads, ())  # type: ignore[arg-type]
 
 
 def _with_loss_scale(optimizer: Any) -> Any:

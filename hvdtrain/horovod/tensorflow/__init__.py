@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -46,6 +47,7 @@ from hvdtrain.horovod.call import barrier as barrier
 from hvdtrain.horovod.call import join as join
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
 from hvdtrain.horovod.tensorflow import elastic as elastic
+from hvdtrain.horovod.tensorflow.calls import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
 from hvdtrain.horovod.tensorflow.calls import allgather as allgather
 from hvdtrain.horovod.tensorflow.calls import allgather_object as allgather_object
 from hvdtrain.horovod.tensorflow.calls import allreduce as allreduce
@@ -57,12 +59,23 @@ from hvdtrain.horovod.tensorflow.calls import broadcast_object_fn as broadcast_o
 from hvdtrain.horovod.tensorflow.calls import grouped_allgather as grouped_allgather
 from hvdtrain.horovod.tensorflow.calls import grouped_allreduce as grouped_allreduce
 from hvdtrain.horovod.tensorflow.calls import grouped_reducescatter as grouped_reducescatter
+from hvdtrain.horovod.tensorflow.calls import local_rank_op as local_rank_op
+from hvdtrain.horovod.tensorflow.calls import local_size_op as local_size_op
+from hvdtrain.horovod.tensorflow.calls import process_set_included_op as process_set_included_op
+from hvdtrain.horovod.tensorflow.calls import rank_op as rank_op
 from hvdtrain.horovod.tensorflow.calls import reducescatter as reducescatter
+from hvdtrain.horovod.tensorflow.calls import size_op as size_op
 from hvdtrain.horovod.tensorflow.gradients import DistributedGradientTape as DistributedGradientTape
 from hvdtrain.horovod.tensorflow.gradients import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.horovod.tensorflow.gradients import PartialDistributedGradientTape as PartialDistributedGradientTape
+from hvdtrain.horovod.traced.variables import broadcast_global_variables as broadcast_global_variables
 from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_variables
 
 
 def __getattr__(name: str) -> Any:
-    """AttributeError for a name of Horovod's that is not built here."""
+    """What needs Keras, and modules of Horovod's. AttributeError for a name of Horovod's that is not built here."""
+    if name in ("compression", "functions", "mpi_ops", "sync_batch_norm"):
+        return importlib.import_module(f"hvdtrain.horovod.tensorflow.{name}")
+    if name == "SyncBatchNormalization":
+        return importlib.import_module("hvdtrain.horovod.keras").SyncBatchNormalization
     raise AttributeError(f"hvdtrain.horovod.tensorflow has no {name!r}: docs/keras.md lists what it has")

@@ -6,14 +6,16 @@ Names are used as they are, whatever ignore_name_scope says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.horovod import objects
+from hvdtrain.horovod import basics, objects
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, Sum, given_op
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced import collectives
 from hvdtrain.horovod.traced.gradient_reduction import reduce_slices, refuse_placements
 from hvdtrain.horovod.traced.variables import broadcast_variables
@@ -159,6 +161,45 @@ def allgather_object(obj: Any, session: None = None, name: str | None = None, pr
     """The objects of all ranks, as data."""
     _refuse_session(session, "hvd.allgather_object()")
     return objects.allgather_object(obj, name, process_set)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """rank() as an int32 tensor, of the moment in which a tf.function runs; it differs after an elastic reset."""
+    return _number(basics.rank)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """local_rank() as an int32 tensor."""
+    return _number(basics.local_rank)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The ranks of the process set as an int32 tensor."""
+    return _number(lambda: len(JOB.engine.ranks_of(process_set_id)))
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """local_size() as an int32 tensor."""
+    return _number(basics.local_size)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 where this rank is in the process set, else 0, as an int32 tensor."""
+    return _number(lambda: JOB.engine.rank in JOB.engine.ranks_of(process_set_id))
+
+
+def _number(value: Callable[[], int]) -> Any:
+    if tf.executing_eagerly():
+        return tf.constant(int(value()), tf.int32)
+    found = tf.numpy_function(lambda: np.int32(value()), [], tf.int32)
+    found.set_shape(())
+    return found
+
+
+def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
+    """Raises BadCall: there is no session to hook into."""
+    what = "a SessionRunHook is of TensorFlow 1"
+    raise BadCall(what, "hvd.BroadcastGlobalVariablesHook()", "hvd.broadcast_variables(variables, root_rank=0) after the first step")
 
 
 def _refuse_session(session: Any, where: str) -> None:

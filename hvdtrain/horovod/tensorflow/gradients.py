@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import tensorflow as tf
@@ -31,18 +32,47 @@ def DistributedGradientTape(
 ) -> Any:
     """The tape, whose gradient() is that of all ranks; jacobian() and batch_jacobian() are those of this rank.
 
-    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups, scale_local_gradients=False.
+    register_local_source(variable) of what is returned leaves a variable to each rank: its gradient is not reduced, but divided by the
+    number of ranks where scale_local_gradients is True.
+
+    Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
     """
     refuse_placements(_WHERE, device_dense=device_dense, device_sparse=device_sparse, num_groups=num_groups, groups=groups)
-    if not scale_local_gradients:
-        raise BadCall("scale_local_gradients=False has no meaning: all gradients are reduced", _WHERE, "the call without it")
     if isinstance(gradtape, ReducingTape):
         raise BadCall("this tape is a DistributedGradientTape already", _WHERE, "wrap the tape of TensorFlow, once")
-    name = "gradients of a tape"
-    reduction = GradientReduction(name, _WHERE, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    how = compression, op, gradient_predivide_factor, sparse_as_dense, process_set, scale_local_gradients
+    reduction = GradientReduction("gradients of a tape", _WHERE, *how)
     kind = type(gradtape)
     found: Any = object.__new__(type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction}))
     found.__dict__.update(gradtape.__dict__)
+    return found
+
+
+@as_written
+def PartialDistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A DistributedGradientTape for which the variables of some layers of Keras are local, each rank's own.
+
+    local_layers: a layer that is built, or several.
+    """
+    from hvdtrain.horovod.keras.optimizer import variables_of_layers
+
+    how = compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients
+    found = DistributedGradientTape(gradtape, device_dense, device_sparse, *how)
+    for variable in variables_of_layers(local_layers, "hvd.PartialDistributedGradientTape()"):
+        found.register_local_source(variable)
     return found
 
 
@@ -52,13 +82,32 @@ class ReducingTape:
     _reduction: GradientReduction
 
     @as_written
+    def register_local_source(self, source: Any) -> None:
+        """Leaves this variable to each rank: its gradient is that of this rank."""
+        self._reduction.local.add(_identity(source))
+
+    @as_written
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = tf.UnconnectedGradients.NONE
     ) -> Any:
         """That of the tape, reduced; None where a source has none."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
-        return tf.nest.pack_sequence_as(grads, self._reduction.reduce(tf.nest.flatten(grads)))
+        found = self._reduction.reduce(tf.nest.flatten(grads), [_identity(source) for source in tf.nest.flatten(sources)])
+        return tf.nest.pack_sequence_as(grads, found)
+
+    @as_written
+    def get_local_and_global_gradients(self, target: Any, sources: Any, output_gradients: Any = None) -> tuple[list[Any], list[Any]]:
+        """Pairs of (source, gradient): of the local ones, and of the others."""
+        pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
+        local = [pair for pair in pairs if _identity(pair[0]) in self._reduction.local]
+        return local, [pair for pair in pairs if _identity(pair[0]) not in self._reduction.local]
+
+
+def _identity(source: Any) -> int:
+    """That of the variable of TensorFlow, also of one that Keras has in its own."""
+    keras = sys.modules.get("keras")
+    return id(source.value if keras is not None and isinstance(source, keras.Variable) else source)
 
 
 def DistributedOptimizer(

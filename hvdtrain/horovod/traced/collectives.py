@@ -1,4 +1,4 @@
-"""The collectives of hvdtrain.horovod on tensors of TensorFlow, JAX and Keras: in compiled functions too, with TensorFlow's gradients."""
+"""The collectives of hvdtrain.horovod on tensors of TensorFlow, JAX and Keras: in compiled functions too, and with gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, Sum, synchronize
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.on_host import Shape, Work, as_written, is_of_tensorflow, on_host, value_of
+from hvdtrain.horovod.traced.on_host import Shape, Work, as_written, is_of_tensorflow, is_traced_by_jax, on_host, value_of
 
-Gradients = Callable[[list[Any]], list[Any]]  # of the results -> of the tensors
+Gradients = Callable[[list[Any], Sequence[Any]], list[Any]]  # of the results, and the tensors -> of the tensors
 
 
 @as_written
@@ -35,7 +35,7 @@ def allreduce(
         factors: dict[str, Any] = {"prescale_factor": prescale, "postscale_factor": postscale}
         return reductions.grouped_allreduce(given, name=name, compression=compression, op=op, process_set=process_set, **factors)
 
-    def gradients(grads: list[Any]) -> list[Any]:
+    def gradients(grads: list[Any], _: Sequence[Any]) -> list[Any]:
         _check_gradient(op, "allreduce", name)
         how: dict[str, Any] = {"compression": compression, "prescale": prescale, "postscale": postscale, "process_set": process_set}
         return allreduce(grads, op, name=_of_gradient(name), **how)
@@ -52,13 +52,13 @@ def allgather(tensors: Sequence[Any], *, name: str | None = None, process_set: P
     def gather(given: list[Any]) -> Sequence[Any]:
         return collectives.grouped_allgather(given, name, process_set)
 
-    def gradients(grads: list[Any]) -> list[Any]:
+    def gradients(grads: list[Any], given: Sequence[Any]) -> list[Any]:
         summed = allreduce(grads, Sum, name=_of_gradient(name), process_set=process_set)
-        return on_host(cut, [*summed, *found], [tensor.shape for tensor in found])
+        return on_host(cut, [*summed, *given], [tensor.shape for tensor in given])
 
-    def cut(given: list[Any]) -> list[Any]:
-        """The rows of this rank. given: gradients of all rows, and the tensors of this rank."""
-        summed, own = given[: len(found)], given[len(found) :]
+    def cut(both: list[Any]) -> list[Any]:
+        """The rows of this rank. both: gradients of all rows, and the tensors of this rank."""
+        summed, own = both[: len(found)], both[len(found) :]
         lengths = collectives.allgather(_lengths(own), None, process_set)  # (ranks, tensors)
         starts = lengths[: process_set.rank()].sum(0).tolist()
         return [grad[start : start + len(tensor)] for grad, start, tensor in zip(summed, starts, own, strict=True)]
@@ -73,7 +73,7 @@ def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, process_s
     def send(given: list[Any]) -> list[Any]:
         return [collectives.broadcast(given[0], root_rank, name, process_set)]
 
-    def gradients(grads: list[Any]) -> list[Any]:
+    def gradients(grads: list[Any], _: Sequence[Any]) -> list[Any]:
         (summed,) = allreduce(grads, Sum, name=_of_gradient(name), process_set=process_set)
         return [summed if JOB.engine.rank == root_rank else summed * 0]
 
@@ -89,7 +89,14 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
         return found if splits is None else (found, received)
     if splits is not None:
         return collectives.alltoall(tensor, splits, name, process_set)
-    return on_host(lambda given: [collectives.alltoall(given[0], None, name, process_set)], [tensor])[0]
+
+    def send(given: list[Any]) -> list[Any]:
+        return [collectives.alltoall(given[0], None, name, process_set)]
+
+    def gradients(grads: list[Any], _: Sequence[Any]) -> list[Any]:
+        return [alltoall(grads[0], name=_of_gradient(name), process_set=process_set)]
+
+    return _call(send, [tensor], None, gradients)[0]
 
 
 def _alltoall_of_tensorflow(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
@@ -134,7 +141,7 @@ def reducescatter(
         factors: dict[str, Any] = {"prescale_factor": prescale, "postscale_factor": postscale}
         return collectives.grouped_reducescatter(given, name, compression, op, process_set, **factors)
 
-    def gradients(grads: list[Any]) -> list[Any]:
+    def gradients(grads: list[Any], _: Sequence[Any]) -> list[Any]:
         _check_gradient(op, "reducescatter", name)
         factor = prescale * postscale * (size if op == Sum else 1)
         return allgather([grad * factor for grad in grads], name=_of_gradient(name), process_set=process_set)
@@ -146,16 +153,30 @@ def reducescatter(
 
 
 def _call(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, gradients: Gradients) -> list[Any]:
-    """The results of work(), with these gradients for TensorFlow. torch has its own; JAX raises an error where it needs any."""
+    """The results of work(), with these gradients for TensorFlow, and for JAX in what it traces. torch has its own."""
     found = [value_of(tensor) for tensor in tensors]
-    if not is_of_tensorflow(found):
-        return on_host(work, found, shapes)
+    if is_of_tensorflow(found):
+        return _with_gradients_of_tensorflow(work, found, shapes, gradients)
+    if is_traced_by_jax(found):
+        return _with_gradients_of_jax(work, found, shapes, gradients)
+    return on_host(work, found, shapes)
 
+
+def _with_gradients_of_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, gradients: Gradients) -> list[Any]:
     @sys.modules["tensorflow"].custom_gradient
     def call(*given: Any) -> Any:
-        return tuple(on_host(work, given, shapes)), lambda *grads: gradients(list(grads))
+        return tuple(on_host(work, given, shapes)), lambda *grads: gradients(list(grads), given)
 
-    return list(call(*found))
+    return list(call(*tensors))
+
+
+def _with_gradients_of_jax(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, gradients: Gradients) -> list[Any]:
+    def forward(*given: Any) -> tuple[Any, Any]:
+        return tuple(on_host(work, given, shapes)), given
+
+    call = sys.modules["jax"].custom_vjp(lambda *given: forward(*given)[0])
+    call.defvjp(forward, lambda given, grads: tuple(gradients(list(grads), given)))
+    return list(call(*tensors))
 
 
 def _with_rows(tensor: Any, rows_of: Callable[[int], int | None]) -> Shape:

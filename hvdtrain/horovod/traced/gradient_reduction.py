@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.horovod.basics import ProcessSet
@@ -17,7 +17,11 @@ from hvdtrain.horovod.traced.on_host import as_written
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum is divided by size / predivide."""
+    """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum is divided by size / predivide.
+
+    Gradients of local variables stay those of each rank. scales_local: they are divided by size, as Horovod does: they are then this rank's
+    part of the average, for which learning rates are chosen.
+    """
 
     name: str
     where: str  # in error messages
@@ -26,6 +30,8 @@ class GradientReduction:
     predivide: float
     sparse_as_dense: bool
     process_set: ProcessSet
+    scales_local: bool = True
+    local: set[int] = field(default_factory=set)  # identities of variables
 
     def __post_init__(self) -> None:
         """Raises BadCall for what has no meaning."""
@@ -35,11 +41,29 @@ class GradientReduction:
             raise BadCall("gradient_predivide_factor not supported with op != Average", self.where, "op=hvd.Average")
 
     @as_written
-    def reduce(self, grads: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks, where there are any: dense ones as one request, slices of TensorFlow by gathers."""
-        found = list(grads)
+    def reduce(self, grads: Sequence[Any], variables: Sequence[int] = ()) -> list[Any]:
+        """The gradients of all ranks, where there are any: dense ones as one request, slices of TensorFlow by gathers.
+
+        variables: their identities, where some are local.
+        """
         if JOB.engine.size == 1 or not self.process_set.included():
-            return found
+            return list(grads)
+        if not self.local:
+            return self._reduce_all(grads)
+        found = [self._scaled(grad) if variable in self.local else None for grad, variable in zip(grads, variables, strict=True)]
+        common = [None if variable in self.local else grad for grad, variable in zip(grads, variables, strict=True)]
+        return [one if other is None else other for one, other in zip(found, self._reduce_all(common), strict=True)]
+
+    def _scaled(self, grad: Any) -> Any:
+        """The gradient of a local variable."""
+        size = self.process_set.size() or 1
+        if grad is None or not self.scales_local:
+            return grad
+        return _tensorflow().IndexedSlices(grad.values / size, grad.indices, grad.dense_shape) if _is_sparse(grad) else grad / size
+
+    @as_written
+    def _reduce_all(self, grads: Sequence[Any]) -> list[Any]:
+        found = list(grads)
         if self.sparse_as_dense:
             found = [_tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found]
         sparse = [place for place, grad in enumerate(found) if _is_sparse(grad)]

@@ -28,7 +28,7 @@ def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None =
     shapes = [tensor.shape for tensor in tensors] if shapes is None else shapes
     if is_of_tensorflow(tensors) and not _tensorflow().executing_eagerly():
         return _within_tensorflow(work, tensors, shapes)
-    if _is_traced_by_jax(tensors):
+    if is_traced_by_jax(tensors):
         return _within_jax(work, tensors, shapes)
     return list(work(list(tensors)))
 
@@ -43,6 +43,12 @@ def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
     """Whether one of them is a tensor, a variable or slices of TensorFlow; does not import it."""
     tf = _tensorflow()
     return tf is not None and any(isinstance(tensor, (tf.Tensor, tf.Variable, tf.IndexedSlices)) for tensor in tensors)
+
+
+def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
+    """Whether one of them is what JAX puts in place of an array while it compiles or differentiates; does not import it."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
 
 def value_of(variable: Any) -> Any:
@@ -71,11 +77,6 @@ def give_jax_two_threads() -> None:
 
 def _tensorflow() -> Any:
     return sys.modules.get("tensorflow")
-
-
-def _is_traced_by_jax(tensors: Sequence[Any]) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
 
 def _within_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> list[Any]:

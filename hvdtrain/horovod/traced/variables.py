@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async
+from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced.on_host import as_written, on_host, value_of
 
@@ -33,6 +34,13 @@ def broadcast_variables(
 
     for variable, value in zip(found, on_host(send, [value_of(variable) for variable in found]), strict=True):
         variable.assign(value)
+
+
+def broadcast_global_variables(root_rank: int) -> NoReturn:
+    """Raises BadCall, as Horovod's own raises an error with TensorFlow 2."""
+    what = "global variables are of TensorFlow 1: a model and its optimizer have theirs"
+    fix = "hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0), or callbacks.BroadcastGlobalVariablesCallback(0)"
+    raise BadCall(what, "hvd.broadcast_global_variables()", fix)
 
 
 def _name_of(variable: Any) -> str:
