@@ -85,6 +85,7 @@ def train(
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     objective: str | None = None,
+    schedule: Callable[[float], float] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Run:
     """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
@@ -103,13 +104,14 @@ def train(
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
     metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
     objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
+    schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after recipe.warmup
     hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
     from hvdtrain.comm.placement import placement
-    from hvdtrain.config.section import COMMAND_LINE
+    from hvdtrain.config.section import COMMAND_LINE, name_of_object
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.training.failure import report_user_errors
-    from hvdtrain.training.given import given_hooks
+    from hvdtrain.training.given import given_hooks, given_schedule
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()
@@ -118,7 +120,8 @@ def train(
         config_file, arguments = _file_and_arguments(config, arguments)
         given = _given(model, train_data, val_data, loss, metrics, objective)
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
-        of_job = {**given, "hooks": given_hooks(hooks)} if hooks else given
+        of_job = given | ({"hooks": given_hooks(hooks)} if hooks else {}) | ({"recipe": given_schedule(schedule)} if schedule else {})
+        names += [f"recipe.function={name_of_object(schedule)}"] if schedule else []
         if model is not None and "model" not in given:
             names.append(f"model.name={_yaml('model.name', model)}")
         result = run_rank(config_file, [*arguments, *names], from_script=True, given=of_job)

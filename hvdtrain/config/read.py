@@ -96,10 +96,16 @@ _OWNERS = {  # key -> what it belongs to, and the value without which it says no
 def _without_owner(resumed: Sequence[Assignment], assigned: Sequence[Assignment]) -> list[Assignment]:
     """A run that goes on with parallel.tensor=1 leaves its parallel.sequence behind."""
     now = {assignment.key: assignment.value for assignment in assigned}
+    resumed = [one._replace(value=without_objects(one.value)) if one.key == "hooks" else one for one in resumed]
     return [one for one in resumed if one.key not in _OWNERS or now.get(_OWNERS[one.key][0]) != _OWNERS[one.key][1]]
 
 
-_CODE = ("data.name", "task.name", "model.name", "optim.name", "hooks")  # keys whose value may be an import path
+def without_objects(hooks: Any) -> Any:
+    """Hooks of a run that another script may have: those that a script gave it had as objects."""
+    return [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
+
+
+_CODE = ("data.name", "task.name", "model.name", "optim.name", "recipe.function", "hooks")  # keys whose value may be an import path
 
 
 def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:

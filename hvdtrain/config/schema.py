@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from hvdtrain.config.lengths import LengthValue, PositiveLength, as_given
@@ -315,12 +315,23 @@ class RecipeConfig(Section):
     warmup_from: float | None = Field(
         default=None, ge=0, le=1e6, description="rate at the beginning of the warm-up; default: base_lr if scaling raises it, else 0"
     )
-    schedule: Literal[Schedule, "plateau"] = Field(
+    schedule: Literal[Schedule, "one_cycle", "plateau"] = Field(
         default="constant",
         description="the rate after the warm-up: constant; steps: times gamma at each milestone; "
         "exponential: times gamma in each epoch; "
         "cosine, linear, polynomial: falling to end_lr at the end of the job (epochs, stop.steps); "
+        "one_cycle: up from a 25th of the rate over 30% of the job, and down to a 250,000th, as torch's OneCycleLR; "
         "plateau: times gamma where evaluations bring no better value of the task's objective, as torch's ReduceLROnPlateau",
+    )
+    function: str | None = Field(
+        default=None,
+        description="your own schedule in the place of recipe.schedule, package.module:function: of the share of the job that is done, "
+        "0 to 1, the factor of the rate",
+    )
+    cycle_momentum: list[float] = Field(
+        default_factory=list,
+        max_length=2,
+        description="[0.85, 0.95]: with schedule=one_cycle the momentum falls to the first while the rate rises, and rises to the second",
     )
     milestones: list[LengthValue] = Field(
         default_factory=list,
@@ -903,18 +914,10 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
-    _given_hooks: Sequence[Any] = PrivateAttr(default=())
-
     @property
-    def given_hooks(self) -> Sequence[Any]:
+    def given_hooks(self) -> list[Any]:
         """Hooks that a script gives as objects."""
-        return self._given_hooks
-
-    def with_given_hooks(self, hooks: Sequence[Any]) -> Config:
-        """A copy for which a script gives hooks."""
-        copy = self.model_copy()
-        copy._given_hooks = hooks
-        return copy
+        return [] if self.given is None else list(self.given.make())
 
     @property
     def keeps_copies(self) -> bool:

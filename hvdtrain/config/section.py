@@ -34,6 +34,18 @@ class Section(BaseModel):
     )
     section: ClassVar[str] = ""  # its name in the configuration; Config itself has none
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+    _given: Given | None = PrivateAttr(default=None)
+
+    @property
+    def given(self) -> Given | None:
+        """What a script gives as an object."""
+        return self._given
+
+    def with_given(self, given: Given) -> Self:
+        """A copy for which a script gives an object."""
+        copy = self.model_copy()
+        copy._given = given
+        return copy
 
     @classmethod
     def full_key(cls, key: str) -> str:
@@ -76,18 +88,6 @@ class OpenSection(Section):
     """A section whose `name` picks a plugin: keys that are not its own fields are options of that plugin."""
 
     model_config = ConfigDict(extra="allow")
-    _given: Given | None = PrivateAttr(default=None)
-
-    @property
-    def given(self) -> Given | None:
-        """What a script gives as an object."""
-        return self._given
-
-    def with_given(self, given: Given) -> Self:
-        """A copy for which a script gives an object."""
-        copy = self.model_copy()
-        copy._given = given
-        return copy
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other options of the plugin, which are not validated."""

@@ -10,7 +10,7 @@ from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
 
-FALLING = ("cosine", "linear", "polynomial")  # schedules that end with the job, or with their piece
+FALLING = ("cosine", "linear", "polynomial", "one_cycle")  # schedules that end with the job, or with their piece
 SHORTER_WARMUP = "recipe.warmup=10% is a tenth of the job, however short"
 
 
@@ -22,7 +22,7 @@ def check_recipe(config: Config) -> None:
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
     """Every contradiction in the recipe that shows without data."""
-    for rule in (_schedule, _plateau, _chain, _warmup, _end, _growth, _reference_batch):
+    for rule in (_schedule, _plateau, _one_cycle, _function, _chain, _warmup, _end, _growth, _reference_batch):
         yield from rule(config)
 
 
@@ -50,6 +50,35 @@ def _plateau(config: Config) -> Iterator[UserError]:
         if getattr(recipe, key) != type(recipe).model_fields[key].default:
             what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
             yield UserError(what, config.where(f"recipe.{key}"), f"recipe.schedule=plateau{'; or stop.patience' * (key == 'patience')}")
+
+
+def _one_cycle(config: Config) -> Iterator[UserError]:
+    recipe, where = config.recipe, config.where("recipe.schedule")
+    momentum = recipe.cycle_momentum
+    if recipe.schedule == "one_cycle" and read_length(recipe.warmup).amount:
+        yield UserError("recipe.schedule=one_cycle has its own warm-up, 30% of the job", config.where("recipe.warmup"), "recipe.warmup=0")
+    if momentum and recipe.schedule != "one_cycle":
+        what = f"recipe.cycle_momentum needs recipe.schedule=one_cycle; it is {recipe.schedule}"
+        yield UserError(what, config.where("recipe.cycle_momentum"), "recipe.schedule=one_cycle")
+    if momentum and (len(momentum) != 2 or not 0 <= momentum[0] <= momentum[1] < 1):
+        fix = "two numbers from 0 to less than 1, the smaller one first: [0.85,0.95]"
+        yield UserError(f"recipe.cycle_momentum is {list(momentum)}", config.where("recipe.cycle_momentum"), fix)
+    if momentum and config.optim.momentum is not None:
+        yield UserError("optim.momentum and recipe.cycle_momentum both set the momentum", config.where("optim.momentum"), "one of them")
+    if recipe.schedule == "one_cycle" and recipe.end_lr:
+        yield UserError("recipe.schedule=one_cycle falls to a 250,000th of the rate, whatever recipe.end_lr is", where, "recipe.end_lr=0")
+
+
+def _function(config: Config) -> Iterator[UserError]:
+    recipe, where = config.recipe, config.where("recipe.function")
+    if recipe.function is None:
+        return
+    if recipe.schedule != "constant" or recipe.chain:
+        other = "recipe.chain" if recipe.chain else f"recipe.schedule={recipe.schedule}"
+        yield UserError(f"recipe.function and {other} both set the schedule", where, "keep one of them")
+    if total_epochs(config) is None and config.stop.steps is None:
+        what = f"recipe.function is of the share of the job, and stop.time={config.stop.time} alone ends it, at a step not known before"
+        yield UserError(what, where, "stop.steps or epochs as well, and the job ends with whichever comes first")
 
 
 def _chain(config: Config) -> Iterator[UserError]:

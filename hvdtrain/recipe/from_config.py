@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvdtrain.config.lengths import Length, read_length
+from hvdtrain.config.plugins import load_dotted, of_python
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
@@ -18,11 +20,13 @@ from hvdtrain.recipe.recipe import (
     ConstantWarmup,
     Cosine,
     Exponential,
+    OneCycle,
     PlateauRule,
     Polynomial,
     Recipe,
     Schedule,
     Steps,
+    UsersSchedule,
     Warmup,
     scaling,
 )
@@ -53,6 +57,7 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         gradient_noise=config.recipe.gradient_noise,
         local_from=time.after(0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")),
         plateau=_plateau(config, warmup_epochs(config, time, growth)),
+        momentum_cycle=_momentum_cycle(config, end),
     )
 
 
@@ -70,6 +75,42 @@ def _plateau(config: Config, warmup: float) -> PlateauRule | None:
         cooldown=recipe.cooldown,
         least=max(recipe.floor, recipe.end_lr / peak if peak else 0.0),
     )
+
+
+_RISE = 0.3  # of the job: pct_start of torch's OneCycleLR, and its div_factor and final_div_factor
+_START, _END = 1 / 25, 1 / 25 / 1e4  # shares of the rate
+
+
+def _momentum_cycle(config: Config, end: float) -> OneCycle | None:
+    """The momentum of recipe.schedule=one_cycle, low where the rate is high."""
+    if not config.recipe.cycle_momentum:
+        return None
+    low, high = config.recipe.cycle_momentum
+    return OneCycle(high, low, high, _RISE * end, end)
+
+
+def _one_piece(config: Config, end: float) -> Schedule | None:
+    """A schedule over the whole job, without pieces: the user's, or one_cycle."""
+    peak = peak_lr(config)
+    function = users_function(config)
+    if function is not None:
+        return UsersSchedule(peak, function, end, config.where("recipe.function"))
+    if config.recipe.schedule == "one_cycle":
+        return OneCycle(peak * _START, peak, peak * _END, _RISE * end, end)
+    return None
+
+
+def users_function(config: Config) -> Callable[[float], float] | None:
+    """The schedule that a script gives, or that recipe.function names. Raises UserError where there is none of that name."""
+    recipe = config.recipe
+    if recipe.given is not None:
+        found: Callable[[float], float] = recipe.given.make()
+        return found
+    if recipe.function is None:
+        return None
+    if of_python(recipe.function):
+        raise UserError(f"{short(recipe.function)} is a part of Python, not a schedule", config.where("recipe.function"), "one of your own")
+    return load_dotted(recipe.function, config.where("recipe.function"))
 
 
 def peak_lr(config: Config) -> float:
@@ -102,7 +143,7 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
         length = _with_epochs(read_length(recipe.warmup), warmup)
         what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' * (end != 1)} to the schedule"
         raise UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or a longer job")
-    after_warmup = _schedule_after_warmup(config, time, growth, warmup)
+    after_warmup = _one_piece(config, end) or _schedule_after_warmup(config, time, growth, warmup)
     if recipe.floor:
         after_warmup = AtLeast(recipe.floor * peak_lr(config), after_warmup)
     if not warmup:
@@ -114,9 +155,10 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
 
 def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
     """recipe.chain, or recipe.schedule as a chain of one piece."""
+    kind: Any = "constant" if recipe.schedule in ("plateau", "one_cycle") else recipe.schedule
     return list(recipe.chain) or [
         PieceConfig(
-            kind="constant" if recipe.schedule == "plateau" else recipe.schedule,
+            kind=kind,
             length=None,
             scale=1.0,
             milestones=recipe.milestones,

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from hvdtrain.core.metrics import Better
 from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.batch import Growth
 from hvdtrain.recipe.noise import noise_variance
 
@@ -35,13 +36,14 @@ class Recipe:
     gradient_noise: float = 0.0
     local_from: float = 0.0  # epochs done where comm.local_steps begins
     plateau: PlateauRule | None = None  # of recipe.schedule=plateau
+    momentum_cycle: Schedule | None = None  # in the place of `momentum`
 
     def at(self, progress: Progress) -> Hyper:
         """The numbers of the step that follows `progress`."""
         batch = self.batch(progress.epochs)
         return Hyper(
             lr=self.lr(progress.epochs) * scaling(self.lr_follows_batch, batch, self.batch.first),
-            momentum=self.momentum,
+            momentum=self.momentum if self.momentum_cycle is None else self.momentum_cycle(progress.epochs),
             weight_decay=self.weight_decay,
             batch=batch,
             step=progress.step,
@@ -103,6 +105,49 @@ class Cosine:
     def __call__(self, epochs: float) -> float:
         done = _fraction(epochs, self.begin, self.finish)
         return self.end + (self.value - self.end) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Half a cosine from `start` to `top` at epoch `turn`, and another one to `end` at epoch `finish`.
+
+    Source: Smith, Topin 2017, arXiv:1708.07120, in the form of torch.optim.lr_scheduler.OneCycleLR (anneal_strategy="cos"), whose last
+    step is one before its total_steps; here, as in every schedule, the end is after the last step.
+    """
+
+    start: float
+    top: float
+    end: float
+    turn: float
+    finish: float
+
+    def __call__(self, epochs: float) -> float:
+        if epochs < self.turn:
+            return Cosine(self.start, self.top, 0.0, self.turn)(epochs)
+        return Cosine(self.top, self.end, self.turn, self.finish)(epochs)
+
+
+@dataclass(frozen=True)
+class UsersSchedule:
+    """`peak` times what the user's function gives for the share of the job that is done."""
+
+    peak: float
+    function: Callable[[float], float]
+    finish: float
+    where: str
+
+    def __call__(self, epochs: float) -> float:
+        """Raises UserError where the function gives no number, or one that is no factor."""
+        share = _fraction(epochs, 0.0, self.finish)
+        factor = self.function(share)
+        try:
+            found = float(factor)
+        except (TypeError, ValueError):
+            found = math.nan
+        if not 0 <= found < math.inf:
+            what = f"the schedule gives {short(repr(factor))} after {share:.3g} of the job"
+            raise UserError(what, self.where, "a function of one number, 0 to 1, that gives a factor of the rate, 0 or more")
+        return self.peak * found
 
 
 @dataclass(frozen=True)

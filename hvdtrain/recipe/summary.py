@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, PieceConfig
+from hvdtrain.config.section import class_of_object
 from hvdtrain.recipe.batch import steps_before
 from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
@@ -24,6 +25,12 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
         summary = _piece_summary(piece, multiplier)
         if summary:
             line += f", then {summary}"
+    if config.recipe.function is not None:
+        line += f" x {class_of_object(config.recipe.function)}(share of the job)"
+    if config.recipe.schedule == "one_cycle":
+        line += f", one cycle from {peak_lr(config) / 25:g} up over 30% of the job, down to {peak_lr(config) / 25e4:.3g}"
+    if config.recipe.cycle_momentum:
+        line += ", momentum {1:g} to {0:g} and back".format(*config.recipe.cycle_momentum)
     if config.recipe.schedule == "plateau":
         patience = config.recipe.patience
         evaluations = f"{patience} evaluation{'s' * (patience != 1)} in a row"

@@ -78,7 +78,17 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
 def given_hooks(hooks: Any) -> Given:
     """Raises UserError for what is no list of hooks."""
     found = check_hooks(hooks)
-    return Given(None, lambda: found, {})
+    return Given(None, lambda: found, {f"hook {number}": type(hook) for number, hook in enumerate(found, 1)})
+
+
+def given_schedule(schedule: Any) -> Given:
+    """Raises UserError for what is no function."""
+    if not callable(schedule):
+        what = f"schedule is a {type(schedule).__name__}"
+        raise UserError(
+            what, "hvdtrain.train(), schedule", "a function of the share of the job that is done, 0 to 1: lambda done: 1 - done"
+        )
+    return Given(None, lambda: schedule, {"schedule": schedule})
 
 
 def with_given(config: Config, given: Makers) -> Config:
@@ -86,6 +96,7 @@ def with_given(config: Config, given: Makers) -> Config:
     if "data" in given and config.data.val_share is not None and given["data"].objects["val_data"] is not type(None):
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
+    hooks = given.get("hooks")
     for one in given.values():
         if one.framework in (None, config.framework):
             continue
@@ -96,4 +107,4 @@ def with_given(config: Config, given: Makers) -> Config:
             raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
     sections = {section: getattr(config, section).with_given(one) for section, one in given.items() if section != "hooks"}
     config = config.replace(**sections)
-    return config.with_given_hooks(given["hooks"].make()) if "hooks" in given else config
+    return config.replace(hooks=[*config.hooks, *map(name_of_object, hooks.make())]).with_given(hooks) if hooks else config

@@ -16,6 +16,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import load_dotted, of_python
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.metrics import Sums, host_value, scalar
 from hvdtrain.core.progress import Progress
@@ -245,7 +246,7 @@ class Hooks:
 
 def hooks_of(config: Config) -> list[Hook]:
     """Hooks of `hooks=` first, then those that the script gives. Raises UserError for what is none."""
-    found = [_made(name, config.where("hooks")) for name in config.hooks]
+    found = [_made(name, config.where("hooks")) for name in config.hooks if not is_object(name)]
     return [*found, *check_hooks(config.given_hooks)]
 
 

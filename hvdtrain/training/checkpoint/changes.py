@@ -188,8 +188,10 @@ def _argument(change: Change) -> str:
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
     """With these arguments more. Code and a cache that a run folder names are used only where the command names them too."""
     sections = (config.data, config.task, config.model)
-    of_script = any(name.startswith("__main__:") for name in (*(section.name for section in sections), *config.hooks))
-    if of_script or config.given_hooks or any(section.given for section in sections):
+    of_script = any(
+        name.startswith("__main__:") for name in (*(section.name for section in sections), *config.hooks, config.recipe.function or "")
+    )
+    if of_script or any(section.given for section in (config, config.recipe, *sections)):
         return f"the same script, with {shlex.join([f'resume={run}', *arguments])}"
     command = [f"resume={run}"]
     for section in sections:
@@ -197,6 +199,8 @@ def resume_command(config: Config, run: Path, *arguments: str) -> str:
             command.append(f"{section.section}.name={section.name}")
     if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
         command.append(f"optim.name={config.optim.name}")
+    if config.recipe.function is not None:
+        command.append(f"recipe.function={config.recipe.function}")
     if config.hooks:
         command.append(f"hooks={json.dumps(config.hooks)}")
     if config.data.options.get("cache") is not None:

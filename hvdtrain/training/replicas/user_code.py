@@ -29,7 +29,8 @@ def named_modules(config: Config) -> list[str]:
     """The user's classes that a configuration names, and those of the objects that a script gives: package.module:Class."""
     sections = [section for section in (config.data, config.task, config.model, config.optim) if plugins.is_users_own(section)]
     named = [section.name for section in sections if not is_object(section.name)]
-    return [*named, *config.hooks, *sorted({path for thing in given_objects(config).values() for path in paths_of(thing)})]
+    others = [name for name in (*config.hooks, config.recipe.function) if name is not None and not is_object(name)]
+    return [*named, *others, *sorted({path for thing in given_objects(config).values() for path in paths_of(thing)})]
 
 
 def module_digests(names: Iterable[str]) -> dict[str, str]:
@@ -121,9 +122,9 @@ _MOST_DEPTH = 4  # of functions in functions, and of lists in lists
 
 def given_objects(config: Config) -> dict[str, Any]:
     """By what a message calls them; data have digests of their own."""
-    given = [section.given for section in (config.data, config.task, config.model) if section.given is not None]
-    hooks = {f"hook {number}": type(hook) for number, hook in enumerate(config.given_hooks, 1)}
-    return hooks | {name: thing for one in given for name, thing in one.objects.items() if thing is not None}
+    sections = (config, config.data, config.task, config.model, config.recipe)
+    given = [section.given for section in sections if section.given is not None]
+    return {name: thing for one in given for name, thing in one.objects.items() if thing is not None}
 
 
 def object_digests(config: Config) -> dict[str, str]:
