@@ -496,7 +496,7 @@ class ShardConfig(Section):
         default=0,
         description="ZeRO (Rajbhandari 2020, arXiv:1910.02054): 0: every rank has everything; 1: each rank has its part of the optimizer "
         "state; 2: and of the gradients, also between micro-batches; 3: and of the weights, with one block of the model's `blocks` whole "
-        "at a time (FSDP2; not on horovod). framework=jax has 1 and 2",
+        "at a time (framework=torch: FSDP2, not on horovod)",
     )
     group: Literal["all", "node"] = Field(
         default="all",

@@ -82,6 +82,7 @@ EMA = JobFeature(
             what="optim.ema does not go with {set}: no rank has all averages to evaluate with",
             where="optim.ema",
             fix="leave {set} or optim.ema out; shard.stage=2 has them",
+            when=lambda config: config.framework != "jax",
         ),
         Exclusion("servers.count", above(0), where="optim.ema"),
         Exclusion("parallel.tensor", above(1), where="optim.ema"),

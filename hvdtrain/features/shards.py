@@ -11,7 +11,8 @@ from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Val
 
 
 def _cuts_weights(config: Config) -> bool:
-    return config.shard.stage == 3
+    """By torch's FSDP2: what it does not have, JAX has, or refuses at every stage."""
+    return config.shard.stage == 3 and config.framework == "torch"
 
 
 def _makes_process_groups(job: PlannedJob) -> Iterator[UserError]:

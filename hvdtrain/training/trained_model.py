@@ -65,7 +65,7 @@ def load_trained_model(
     try:
         return _load(config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on)
     except Exception as error:
-        if exit_code_of(error) == MEMORY and not in_parts and config.framework == "torch":
+        if exit_code_of(error) == MEMORY and not in_parts and config.framework in ("torch", "jax"):
             error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
         raise
 

@@ -64,6 +64,8 @@ JAX_MLP = f"framework=jax {MLP}"  # without buckets
 JAX_JOBS = {
     "mlp, sgd, micro-batches": f"{JAX_MLP} optim.name=sgd optim.base_lr=0.2 batch.micro=2 model.label_smoothing=0.1",
     "everything": f"framework=jax {invariance.GROWN} max_steps=12",
+    "gpt": f"framework=jax {GPT}",
+    "empty shares": f"framework=jax {EMPTY_SHARES}",
     **{name: f"{JAX_MLP} {words}" for name, words in RULES.items()},
     "convnet, noise, all decay": "framework=jax model.name=convnet model.widths=[4,6] model.norm=false optim.name=sgd "
     "optim.base_lr=0.1 max_steps=6 "
@@ -185,7 +187,7 @@ def curves(communicator: Communicator, folder: str, stages: str, *how: str) -> d
                 Path(folder, stage), f"{JAX_JOBS['mlp, novograd']} shard.stage={stage}", communicator
             )
     if "jax" in how and communicator.size > 1:  # compared on these ranks: each estimates it from its own gradient
-        stages_and_none = ["0", *stages.split(",")]
+        stages_and_none = ["0", *(stage for stage in stages.split(",") if stage != "3")]
         results["noise scales"] = {
             s: invariance.losses(f"{NOISE_SCALE} shard.stage={s}", communicator)["noise_scales"] for s in stages_and_none
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,9 +22,10 @@ from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
+from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_blocks
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
 from hvdtrain.frameworks.jax.sampling import Decoder
-from hvdtrain.frameworks.jax.step import AnyOptimizer, DeviceBatch, Formulas, Optimizer, Phases
+from hvdtrain.frameworks.jax.step import AnyOptimizer, DeviceBatch, Formulas, Optimizer, Passes, Phases, WholePasses
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
 from hvdtrain.frameworks.jax.user_optimizer import UserOptimizer
 from hvdtrain.frameworks.jax.zero import Zero
@@ -54,6 +56,8 @@ class JaxLearner(Learner):
     ) -> None:
         self.task, self.communicator, self.target = task, communicator, target
         self.data = self.readers = communicator
+        if config.shard.stage == 3:  # a rank that drew others would have parts of them
+            model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
         self.model = model._replace(start=[])  # whose memory is free after the first step
         self.notes = model.functions.notes  # lines for the header
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
@@ -62,16 +66,27 @@ class JaxLearner(Learner):
         self._has_averages, self._skips = config.optim.ema is not None, config.guard.nonfinite == "skip"
         self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
         self.waits_only_in_communication = self._phases.are_timed and model.norms.ranks is None
-        with target.enable_x64():
-            formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields))
-        self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
-        strategy = Zero if config.shard.stage else Replicated
-        self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
-        self.is_sharded = self._strategy.is_sharded
-        self._optimizer, self._zero = optimizer, target.to_device(np.zeros((), target.dtype))
-        self.weights = [target.to_device(p) for p in model.start]
         start = model.norms.start()
         self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
+        with target.enable_x64():
+            part, views = part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields)
+        self._passes: Passes
+        self._strategy: Strategy
+        if config.shard.stage == 3:
+            passes = BlockPasses(
+                Formulas(with_marked_blocks(self.model), part, views),
+                *(optimizer.shapes, self.buffers, self._row_of_padding(), communicator, target, self._phases, config.shard.reshard),
+            )
+            in_units = passes.units.summary
+            self._strategy = Zero(config, model, optimizer, communicator, target, self._phases, passes.cut, in_units)
+            self._passes = passes
+        else:
+            strategy = Zero if config.shard.stage else Replicated
+            self._strategy = strategy(config, model, optimizer, communicator, target, self._phases)
+            self._passes = WholePasses(Formulas(self.model, part, views))
+        self.is_sharded = self._strategy.is_sharded
+        self._optimizer, self._zero = optimizer, target.to_device(np.zeros((), target.dtype))
+        self.weights = self._strategy.start_weights(model.start)
         self._where_model = config.where("model.name")
         self._decoder: Decoder | None = None  # since tokens were drawn
 
@@ -81,7 +96,7 @@ class JaxLearner(Learner):
     def to_device(self, batch: Batch) -> DeviceBatch:
         n = len(next(batch[name] for name in self.task.fields))
         if n == 0:
-            return DeviceBatch(0, 0, self._row_of_padding() if self.model.norms.ranks else {})
+            return DeviceBatch(0, 0, self._row_of_padding() if self.model.norms.ranks or self._passes.are_collective else {})
         weight = self.task.weight(batch)
         batch = augment.augment_batch(batch)
         padding = rows_for(n, self.largest) - n
@@ -92,7 +107,7 @@ class JaxLearner(Learner):
         return DeviceBatch(n, weight, arrays | {"w": self.target.to_device(sample_weights)})
 
     def _row_of_padding(self) -> dict[str, jax.Array]:
-        """What a rank without samples computes the collectives of synchronized norms with."""
+        """What a rank without samples computes the collectives of synchronized norms with, and what a pass of blocks is traced with."""
         arrays = {name: np.zeros((1, *field.shape), device_dtype(field, self.target.dtype)) for name, field in self.task.fields.items()}
         return {name: self.target.to_device(array) for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()}
 
@@ -104,6 +119,7 @@ class JaxLearner(Learner):
             for number, batch in enumerate(micro):
                 key = key_data(fold(seed, _DROPOUT, self.communicator.rank, number))
                 sums = _add(sums, self._one_pass(batch, divisor, key), batch.n)
+        self._passes.release()
         self.weights, nonfinite, squares = self._strategy.update(self.weights, hyper, seed)
         if self._skips and buffers:
             with self.target.enable_x64():
@@ -122,8 +138,9 @@ class JaxLearner(Learner):
             self._strategy.add(None)
             return {}
         norms = self.model.norms
-        norms.check(batch.n)
-        found = self._gradient(self.weights, self.buffers, batch, divisor, key)
+        if batch.n:
+            norms.check(batch.n)
+        found = self._passes.gradient(self.weights, self.buffers, batch, divisor, key)
         if norms.ranks:
             jax.block_until_ready(found)
             norms.ranks.raise_error()
@@ -158,14 +175,14 @@ class JaxLearner(Learner):
             self.weights = weights
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
-        if not batch.n:
+        if not batch.n and not self._passes.are_collective:
             return zero_sums(self.task.sums)
         with self.target.enable_x64():
-            return self._host_float64(_add(zero_sums(self.task.sums), self._sums(self.weights, self.buffers, batch), batch.n))
+            return self._host_float64(_add(zero_sums(self.task.sums), self._passes.sums(self.weights, self.buffers, batch), batch.n))
 
     def predict(self, batch: DeviceBatch) -> Predictions:
         with self.target.enable_x64():
-            outputs = np.asarray(self._outputs(self.weights, self.buffers, batch))[: batch.n]
+            outputs = np.asarray(self._passes.outputs(self.weights, self.buffers, batch))[: batch.n]
         return Predictions(outputs, self.evaluate(batch))
 
     def continue_sequences(
@@ -185,13 +202,15 @@ class JaxLearner(Learner):
             raise UserError(what, self._where_model, "a run with model.name=gpt")
         self._decoder = self._decoder or Decoder(reader, self.model.tree, self.target)
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
-        return self._decoder.continue_sequences(self.weights, prompts, numbers, tokens, temperature, before_each)
+        weights = self._passes.all_weights(self.weights)
+        return self._decoder.continue_sequences(weights, prompts, numbers, tokens, temperature, before_each)
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return gather(self.communicator, self.pieces(), is_kept=is_kept)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from (whole_piece(f"p.{name}", p) for name, p in zip(self.model.names, self.weights, strict=True))
+        pairs = enumerate(zip(self.model.names, self.weights, strict=True))
+        yield from (self._strategy.weight(f"p.{name}", number, p) for number, (name, p) in pairs)
         yield from (whole_piece(f"b.{name}", b) for name, b in self.buffers.items())
         parameters = len(self.model.names)
         for number, (names, state) in enumerate(self._named_state()):
@@ -228,7 +247,7 @@ class JaxLearner(Learner):
 
     def describe(self) -> str:
         device = f"{self.target.device.platform}:{self.target.device.id}"
-        count = sum(p.size for p in self.weights)
+        count = sum(math.prod(shape) for shape in self._optimizer.shapes)
         return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}"
 
     def gpu(self) -> Gpu | None:
@@ -260,6 +279,14 @@ def make_optimizer(config: Config, model: Model) -> AnyOptimizer:
     if config.shard.stage:
         found.check_elementwise()
     return found
+
+
+def _of_rank_0(communicator: Communicator, array: np.ndarray) -> np.ndarray:
+    """Rank 0's array on every rank. A collective."""
+    if not array.size:
+        return array
+    found: np.ndarray = communicator.broadcast(array.reshape(-1), "weights.start")
+    return found.reshape(array.shape)
 
 
 def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:

@@ -37,7 +37,7 @@ class DeviceBatch(NamedTuple):
 class Gradient(NamedTuple):
     """What a pass of a micro-batch gives."""
 
-    row: jax.Array  # of all parameters
+    row: jax.Array  # of all parameters; with shard.stage=3 this rank's part of the sum over ranks
     sums: Sums
     buffers: Params  # after it
 
@@ -66,17 +66,55 @@ class Formulas:
 
         The row is NaN where the loss is not finite: the reduction brings that to every rank.
         """
-        sample_weights = batch.arrays["w"]
+        gradients, (sums, changed, finite) = jax.grad(self.loss, has_aux=True)(weights, buffers, batch, divisor, key)
+        return Gradient(jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan), sums, changed)
 
-        def mean(weights: Weights) -> tuple[jax.Array, tuple[Each, Params]]:
-            of_pass = Pass(key_of(key), batch.n)
-            outputs, changed = self.model.outputs(weights, buffers, self.part.inputs(batch.arrays), of_pass)
-            each = self.part.each(outputs, batch.arrays, True)
-            return (each.loss * sample_weights).sum() / divisor, (each, changed)  # a sum over ranks is the mean over the global batch
+    def loss(
+        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: Any, key: Any
+    ) -> tuple[jax.Array, tuple[Sums, Params, jax.Array]]:
+        """The sum of losses over `divisor`, which over ranks adds up to the mean over the global batch; and sums, buffers, and whether all
+        losses are finite.
+        """
+        outputs, changed = self.model.outputs(weights, buffers, self.part.inputs(batch.arrays), Pass(key_of(key), batch.n))
+        each, sample_weights = self.part.each(outputs, batch.arrays, True), batch.arrays["w"]
+        sums = _sums(each, batch.n)
+        return (each.loss * sample_weights).sum() / divisor, (sums, changed, jnp.isfinite(sums["loss"] * sample_weights).all())
 
-        gradients, (each, changed) = jax.grad(mean, has_aux=True)(weights)
-        row, sums = jnp.concatenate([g.ravel() for g in gradients]), _sums(each, batch.n)
-        return Gradient(jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums, changed)
+
+class Passes(Protocol):
+    """The passes of a learner's model; what weights and the gradient's row are is the Strategy's matter."""
+
+    are_collective: bool  # every rank makes the same ones, also without samples
+
+    def gradient(self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Gradient:
+        """Formulas.gradient()"""
+
+    def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
+        """Formulas.sums()"""
+
+    def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Any:
+        """Formulas.outputs()"""
+
+    def all_weights(self, weights: Weights) -> Weights:
+        """Whole arrays. May be a collective."""
+
+    def release(self) -> None:
+        """The weights are about to change."""
+
+
+class WholePasses:
+    """Each pass is one compiled function of whole weights."""
+
+    are_collective = False
+
+    def __init__(self, formulas: Formulas) -> None:
+        self.gradient, self.sums, self.outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
+
+    def all_weights(self, weights: Weights) -> Weights:
+        return weights
+
+    def release(self) -> None:
+        pass
 
 
 def _sums(each: Each, samples: Any) -> Sums:

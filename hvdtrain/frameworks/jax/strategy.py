@@ -43,6 +43,9 @@ class Strategy(Protocol):
     is_sharded: bool  # this rank has a part of the optimizer state
     optimizer_state: OptimizerState
 
+    def start_weights(self, start: list[np.ndarray]) -> Weights:
+        """What this rank has of the weights on the device, of whole ones on the host."""
+
     def add(self, gradient: jax.Array | None) -> None:
         """The gradient of a micro-batch, of all parameters in one row; None where it has no samples. May be a collective.
 
@@ -54,6 +57,9 @@ class Strategy(Protocol):
 
     def put_together(self, parts: Weights) -> Weights:
         """Whole arrays from those of the optimizer state, one for each parameter. May be a collective."""
+
+    def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
+        """What this rank has of a parameter, called `name` in the state."""
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
         """What this rank has of an array of the optimizer state of a parameter, as an array of the state called `name`."""
@@ -75,6 +81,9 @@ class Replicated:
         self.optimizer_state = start_state(optimizer, model.start, target)
         self._length = sum(p.size for p in model.start)
         self._row: jax.Array | None = None  # the gradients so far
+
+    def start_weights(self, start: list[np.ndarray]) -> Weights:
+        return [self._target.to_device(p) for p in start]
 
     def add(self, gradient: jax.Array | None) -> None:
         if gradient is not None:
@@ -107,6 +116,9 @@ class Replicated:
 
     def put_together(self, parts: Weights) -> Weights:
         return parts
+
+    def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
+        return whole_piece(name, array)
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
         return whole_piece(name, array)

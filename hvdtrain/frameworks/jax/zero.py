@@ -1,60 +1,78 @@
-"""shard.stage=1 and 2 in JAX: each rank has the optimizer state of its part of all weights, and updates that part alone (ZeRO).
+"""shard.stage in JAX: each rank has the optimizer state of its part of all weights, and updates that part alone (ZeRO).
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
+from hvdtrain.frameworks.jax.parts import Cut, CutUnits
 from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Weights, noise
 from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
 from hvdtrain.optim.rule import ArrayOps, clip
 
 
 class Zero:
-    """All weights in one row, cut into one part for each rank.
+    """All weights in one row, or each unit of stage 3 in one, cut into one part for each rank.
 
     Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and the updated parts reach all ranks.
     Stage 1 adds up the gradients of micro-batches first; stage 2 reduces those of each micro-batch and adds up the parts. jax.grad makes
-    the gradient of all parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced.
+    the gradient of all parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced. In stage 3 a pass
+    reduces its gradients itself (fully_sharded.py), and weights are parts here: (n,) of each parameter.
     """
 
     is_sharded = True
 
     def __init__(
-        self, config: Config, model: Model, optimizer: AnyOptimizer, communicator: Communicator, target: Target, phases: Phases
+        self,
+        config: Config,
+        model: Model,
+        optimizer: AnyOptimizer,
+        communicator: Communicator,
+        target: Target,
+        phases: Phases,
+        units: CutUnits | None = None,
+        in_units: str = "",
     ) -> None:
+        """units: of stage 3; in_units: what they are, for the summary."""
         self._communicator, self._target, self._phases = communicator, target, phases
         self._stage, self._skips = config.shard.stage, config.guard.nonfinite == "skip"
         self._measures = config.log.noise_scale
-        self._cut = Cut(optimizer.shapes, communicator.rank, communicator.size)
-        formulas = ShardUpdate(config, optimizer, self._cut)
+        self._cut = cut = units or Cut(optimizer.shapes, communicator.rank, communicator.size)
+        formulas = ShardUpdate(config, optimizer, cut)
         self._gradient_sums = jax.jit(formulas.gradient_sums)
         self._norm_sums = jax.jit(formulas.norm_sums, static_argnames="noisy")
-        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=1)
-        self.optimizer_state = start_state(optimizer, self._cut.of(model.start), target)
+        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1) if units else 1)
+        self.optimizer_state = start_state(optimizer, cut.of(model.start), target)
         self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
         self._part: jax.Array | None = None  # of the sum over ranks so far
         self._own_square: Any = 0.0  # of this rank's own gradient
         ranks = f"{communicator.size} rank{'s' * (communicator.size > 1)}"
-        self.summary = f"optimizer state{' and gradients' * (self._stage == 2)} sharded over {ranks} (ZeRO stage {self._stage})"
+        what = ("", "optimizer state", "optimizer state and gradients", "weights")[self._stage]
+        self.summary = f"{what} sharded over {ranks}{in_units} (ZeRO stage {self._stage})"
+
+    def start_weights(self, start: list[np.ndarray]) -> Weights:
+        own = self._cut.of(start) if self._stage == 3 else start
+        return [self._target.to_device(np.array(p)) for p in own]
 
     def add(self, gradient: jax.Array | None) -> None:
         if self._stage == 2:
             self._reduce(gradient)
-        elif gradient is not None:
+        elif gradient is None:
+            return
+        elif self._stage == 3:
+            self._part = gradient if self._part is None else self._part + gradient
+        else:
             self._row = gradient if self._row is None else self._row + gradient
 
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
@@ -71,13 +89,15 @@ class Zero:
                 squares = self._norm_sums(weights, self.optimizer_state, part, square, hyper, key, noisy=noisy)
                 squares = self._sum_over_ranks(squares, "shards.norms")
                 own, self.optimizer_state = self._update(weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy)
-                weights = self._spread(own)
+                weights = self._spread(own) if isinstance(self._cut, Cut) else own
         measured = Squares(self._own_square, mean_square) if self._measures else None
         return Updated(weights, bool(bad) / self._communicator.size, measured)
 
     def put_together(self, parts: Weights) -> Weights:
-        with self._target.enable_x64():
-            return self._spread(jnp.concatenate([part.reshape(-1) for part in parts]))
+        return self._spread(parts) if isinstance(self._cut, Cut) else parts
+
+    def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
+        return self.piece(name, parameter, array) if self._stage == 3 else whole_piece(name, array)
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
         own, found = self._cut.ranges[parameter], whole_piece(name, array)
@@ -104,40 +124,21 @@ class Zero:
         self._phases.enter("update")
         return total
 
-    def _spread(self, own: jax.Array) -> Weights:
+    def _spread(self, own: Weights) -> Weights:
         """All weights, of which each rank gives its part."""
+        assert isinstance(self._cut, Cut)
         row = np.empty(self._cut.length, self._target.dtype)  # new: the weights on a CPU may be views of it
-        row[self._cut.own] = np.asarray(own)
+        np.concatenate([np.asarray(part).reshape(-1) for part in own], out=row[self._cut.own])
         self._phases.enter("communication")
         row = self._communicator.start_spread(row, "weights.0").wait()
         self._phases.enter("update")
-        arrays = zip(np.split(row, self._cut.ends), self._cut.shapes, strict=True)
-        return [self._target.to_device(array.reshape(shape)) for array, shape in arrays]
-
-
-class Cut:
-    """A rank's part of all parameters in one row, and what it has of each of them: a range of its elements, maybe an empty one."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
-        sizes = [math.prod(shape) for shape in shapes]
-        self.shapes, self.length = list(shapes), sum(sizes)
-        self.ends = np.cumsum(sizes)[:-1].tolist()  # of the parameters in the row, without the last
-        self.own = part_of(self.length, rank, size)
-        begins = [0, *self.ends]
-        self.ranges = [
-            slice(*np.clip([self.own.start - at, self.own.stop - at], 0, n).tolist()) for at, n in zip(begins, sizes, strict=True)
-        ]
-        self.lengths = [range_.stop - range_.start for range_ in self.ranges]
-
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """(n,) of each parameter's array."""
-        return [array.reshape(-1)[own] for array, own in zip(arrays, self.ranges, strict=True)]
+        return [self._target.to_device(array) for array in self._cut.split(row)]
 
 
 class ShardUpdate:
     """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over ranks before the next function."""
 
-    def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut) -> None:
+    def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut | CutUnits) -> None:
         self.optim, self.optimizer, self.cut = config.optim, optimizer, cut
 
     def gradient_sums(self, part: jax.Array) -> jax.Array:
@@ -170,10 +171,9 @@ class ShardUpdate:
         hyper: Hyper,
         key: Any,
         noisy: bool,
-    ) -> tuple[jax.Array, OptimizerState]:
-        """This rank's part of the new weights in one row, and its new state. square, squares: the sums over ranks."""
-        new_weights, new_state = self._apply(weights, optimizer_state, part, square, hyper, key, noisy, GivenSquares(squares))
-        return jnp.concatenate(new_weights), new_state
+    ) -> tuple[Weights, OptimizerState]:
+        """This rank's parts of the new weights, and its new state. square, squares: the sums over ranks."""
+        return self._apply(weights, optimizer_state, part, square, hyper, key, noisy, GivenSquares(squares))
 
     def _apply(
         self,
@@ -188,9 +188,10 @@ class ShardUpdate:
     ) -> tuple[Weights, OptimizerState]:
         (clipped,) = clip([part], self.optim.clip_norm, self.optim.clip_value, jnp, lambda _: square)
         if noisy:
-            clipped = clipped + noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype))[self.cut.own]
+            clipped = clipped + self.cut.of_row(noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype)))
         gradients = jnp.split(clipped, np.cumsum(self.cut.lengths)[:-1])
-        return self.optimizer.apply(gradients, optimizer_state, self.cut.of(weights), hyper, ops)
+        own = self.cut.of(weights) if isinstance(self.cut, Cut) else weights
+        return self.optimizer.apply(gradients, optimizer_state, own, hyper, ops)
 
 
 class LocalSquares(ArrayOps):
