@@ -75,6 +75,18 @@ class Run:
         found, arrays, _ = newest_good(self.folder, sys.maxsize)
         return {name: arrays[own] for name, own in (found.names or plain_names(arrays)).items()}
 
+    @property
+    def pytree(self) -> Any:
+        """Trained weights of a model object of JAX, those of the last evaluation, in the tree in which the model has them.
+
+        Of flax.linen and haiku `params`, of a pair what init() gave, of equinox a module, of flax.nnx the module that was given.
+        """
+        given = self.script.given.get("model") if self.script else None
+        found = given.trained() if given else None
+        if found is None:
+            raise UserError("this run has no model object of JAX", "run.pytree", "run.weights has arrays by name")
+        return found
+
 
 def train(
     config: Mapping[str, Any] | str | Path | None = None,
@@ -98,7 +110,7 @@ def train(
     The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
     model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had
         (with stop.restore_best the best one); its class, a function that makes it (parameters as those of model.name's), its import
-        path; or a pair (init, apply) of JAX
+        path; a pair (init, apply) of JAX, a module of flax, equinox or haiku, whose trained weights are in run.pytree
     train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
     loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]

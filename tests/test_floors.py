@@ -34,6 +34,7 @@ ALLOWED = {  # the only files that may import these
     "horovod": ("comm/horovod.py", "frameworks/torch/parallel/", "horovod/engine/through_horovod.py"),
     "jax": ("frameworks/jax/", "tasks/jax.py", "horovod/traced/on_host.py"),
     "keras": ("horovod/keras/", "frameworks/keras.py", "frameworks/torch/keras_module.py"),
+    **dict.fromkeys(("flax", "equinox", "haiku"), ("frameworks/jax/library_models.py",)),
     "tensorflow": ("horovod/tensorflow/", "frameworks/keras.py"),
     "mpi4py": ("comm/mpi.py", "comm/horovod.py"),
     "matplotlib": ("report/figures/",),

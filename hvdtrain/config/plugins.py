@@ -181,7 +181,7 @@ def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
     """
     name: str = section.name  # type: ignore[attr-defined]
     function = own_function(section)
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(section.options)
     try:
         signature.bind(**arguments)
@@ -189,6 +189,15 @@ def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
         fix = fix_of_parameters(section, signature)
         raise UserError(f"{name}{signature} does not fit: {error}", section.where("name"), fix) from None
     return function(**arguments)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What it is called with; of a class whose metaclass takes (*args, **kwargs) what its __init__ takes."""
+    found = inspect.signature(function)
+    if not isinstance(function, type) or any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
+        return found
+    _, *parameters = inspect.signature(function.__init__).parameters.values()  # type: ignore[misc]
+    return found.replace(parameters=parameters)
 
 
 def convert_options(section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Given(NamedTuple):
     objects: Mapping[str, Any]  # whose code and values must be the same on all ranks, by what a message calls them
     at_end: Callable[[Any], None] = lambda learner: None  # once training is over, on every rank, while the ranks are connected
     framework: str | None = None  # the one that it is for
+    trained: Callable[[], Any] = lambda: None  # after at_end() what a script gets in its place, if that is another object
 
 
 class OpenSection(Section):

@@ -15,11 +15,11 @@ from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.tasks.task import Task
 
 
-def build_model(config: Config, task: Task, folder: str) -> Any:
+def build_model(config: Config, task: Task, folder: str, more: Mapping[str, Any] | None = None) -> Any:
     """What build() of a plugin in `folder` returns, or the user's own package.module:name with the options of `model`.
 
-    Both get those of Task.sizes that their parameters have the names of. Raises UserError where a plugin needs another one, or options
-    do not fit.
+    Both get those of Task.sizes that their parameters have the names of, the user's own those of `more` too. Raises UserError where
+    a plugin needs another one, or options do not fit.
     """
     name, where = config.model.name, config.where("model.name")
     if not plugins.is_dotted(name):
@@ -32,7 +32,7 @@ def build_model(config: Config, task: Task, folder: str) -> Any:
             raise UserError(what, where, "another model.name, or another task.name")
         _check_images(config, task, signature)
         return build(name, *(task.sizes[size] for size in needed), **plugins.convert_options(config.model, folder))
-    return plugins.call_own(config.model, dict(task.sizes))
+    return plugins.call_own(config.model, {**task.sizes, **(more or {})})
 
 
 def _check_images(config: Config, task: Task, signature: inspect.Signature) -> None:

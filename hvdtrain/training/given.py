@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ Makers = Mapping[str, Given]  # by section
 
 
 def given_model(model: Any) -> Given:
-    """A model of Keras, a torch module, a pair (init, apply) of JAX, or a function without a name. Raises UserError for all else."""
+    """A model of Keras, a torch module, what framework=jax takes, or a function without a name. Raises UserError for all else."""
     if any(kind.__name__ == "Model" and kind.__module__.startswith("keras.") for kind in type(model).__mro__):  # on torch a module too
         from hvdtrain.frameworks.keras import GivenKerasModel
 
@@ -29,14 +30,18 @@ def given_model(model: Any) -> Given:
 
         given = GivenModel(model)
         return Given(name_of_object(model), given, {"model": model}, given.take)
+    if "jax" in sys.modules:  # else it is nothing of JAX
+        from hvdtrain.frameworks.jax.given import given_model as given_model_of_jax
+
+        if (of_jax := given_model_of_jax(model)) is not None:
+            return of_jax
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return Given(name_of_object(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
     if callable(model):
         return Given(name_of_object(model), model, {"model": model})
     what = f"model is a {type(model).__name__}"
-    raise UserError(
-        what, "hvdtrain.train()", "a torch.nn.Module or keras.Model, its class, a function that makes it, or a pair (init, apply) of JAX"
-    )
+    fix = "a module of torch, Keras or a library of JAX, its class, a function that makes it, or a pair (init, apply) of JAX"
+    raise UserError(what, "hvdtrain.train()", fix)
 
 
 def given_data(train: Any, val: Any) -> Given:

@@ -56,6 +56,7 @@ class Functions(NamedTuple):
     ties: Mapping[str, str] = {}  # further name in a state dict -> the parameter that it is
     reader: Reader | None = None
     norms: Mapping[str, int] = {}  # batch norm -> channels
+    name_of: Callable[[str], str] = str  # of a parameter, by its path in what init() gives, "fc.weight"
 
 
 def start(key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()) -> Params:

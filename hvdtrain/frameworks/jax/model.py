@@ -14,13 +14,15 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params
+from hvdtrain.frameworks.jax.library_models import functions_of, library_of, random_arguments
 from hvdtrain.frameworks.jax.norm import BatchNorms
-from hvdtrain.tasks.task import Place, Task, part_of, wrong_shapes
+from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 
 
 class Target(NamedTuple):
@@ -85,25 +87,37 @@ def key_of(data: Any) -> jax.Array:
 def build_model(config: Config, task: Task, target: Target, communicator: Communicator) -> Model:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
     name, where = config.model.name, config.where("model.name")
-    functions = _functions(config, task)
-    norms = BatchNorms(config.norm, functions.norms, communicator)
     with target.enable_x64(), jax.default_device(target.device):
-        paths, structure = jax.tree_util.tree_flatten_with_path(functions.init(key_of(key_data(fold(config.seed)))))
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+        part, batch = part_of(task, "jax", config, Place(target.dtype)), _two_samples(task, target)
+        inputs = jax.eval_shape(part.inputs, batch)
+        key = key_of(key_data(fold(config.seed)))
+        functions = _functions(config, task, inputs, key, target.dtype)
+        norms = BatchNorms(config.norm, functions.norms, communicator)
+        paths, structure = jax.tree_util.tree_flatten_with_path(functions.init(key))
+        names = [functions.name_of(jax.tree_util.keystr(path, simple=True, separator=".")) for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
-        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms)
-        _check_outputs(model, config, task, target)
+        title = class_of_object(name) if is_object(name) else name
+        model = Model(title, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms)
+        _check_outputs(model, config, task, part, batch, inputs)
     return model
 
 
-def _functions(config: Config, task: Task) -> Functions:
-    """The functions of a plugin by name, or the user's own pair."""
+def _two_samples(task: Task, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and number types of a batch."""
+    return {name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype)) for name, field in task.fields.items()}
+
+
+def _functions(config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: jax.Array, dtype: np.dtype) -> Functions:
+    """The functions of a plugin by name, of a module of a library, or the user's own pair."""
     name, where = config.model.name, config.where("model.name")
-    model = by_name.build_model(config, task, "frameworks/jax/models")
+    model = by_name.build_model(config, task, "frameworks/jax/models", random_arguments(config, key))
+    if library := library_of(model):
+        model = functions_of(library, model, inputs, dtype, key, config)
     is_pair = isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])
     if not isinstance(model, Functions) and not is_pair:
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
-        raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
+        fix = "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes); or a module of a library of JAX"
+        raise UserError(what, where, fix)
     functions = Functions(*model)
     return functions._replace(apply=with_recompute(functions.apply, name, config.model.recompute, config.where("model.recompute")))
 
@@ -121,11 +135,8 @@ def _check_parameters(model: str, names: list[str], arrays: list[Any], where: st
             )
 
 
-def _check_outputs(model: Model, config: Config, task: Task, target: Target) -> None:
+def _check_outputs(model: Model, config: Config, task: Task, part: Part, batch: Any, inputs: jax.ShapeDtypeStruct) -> None:
     """Shapes alone, nothing is computed: the model gives what the task needs for two samples."""
-    part = part_of(task, "jax", config, Place(target.dtype))
-    batch = {name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype)) for name, field in task.fields.items()}
-    inputs = jax.eval_shape(part.inputs, batch)
     weights = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start]
     found, _ = jax.eval_shape(model.outputs, weights, model.norms.start(), inputs)
     fits = isinstance(found, jax.ShapeDtypeStruct) and task.fits(found.shape, 2)

@@ -21,10 +21,12 @@ PACKAGES = {
     "Keras": "keras",
 }
 PACKAGES |= {"TensorFlow": "tensorflow", "TensorFlow (CPU)": "tensorflow-cpu"}
+_LIBRARIES_OF_JAX = {"optax": "optax", "flax": "flax", "equinox": "equinox", "Haiku": "dm-haiku"}
+PACKAGES |= _LIBRARIES_OF_JAX
 USED_BY = {  # framework or engine -> names of PACKAGES
     **{
         "torch": ("torch",),
-        "jax": ("jax", "jaxlib"),
+        "jax": ("jax", "jaxlib", *_LIBRARIES_OF_JAX),
         "numpy": (),
         "single": (),
         "keras": ("Keras", "torch", "jax", "jaxlib", "TensorFlow", "TensorFlow (CPU)"),

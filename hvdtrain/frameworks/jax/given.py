@@ -1,0 +1,40 @@
+"""A model of JAX that a script gives as an object, and its trained weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hvdtrain.config.section import Given, name_of_object
+from hvdtrain.frameworks.jax.library_models import Library, library_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between processes
+
+
+def given_model(model: Any) -> Given | None:
+    """A module of one of the libraries, or a pair of functions (init, apply), that a script gives; None for all else."""
+    is_pair = isinstance(model, tuple) and len(model) == 2 and all(map(callable, model))
+    library = library_of(model)
+    if library is None and not is_pair:
+        return None
+    kept = Trained(model, library)
+    facts = {"model, init": model[0], "model, apply": model[1]} if is_pair else {"model": type(model)}
+    form = {} if library is None else {"model, its form": _ADDRESS.sub("", library.form(model))}
+    return Given(name_of_object(model[1] if is_pair else model), lambda: model, facts | form, kept.take, "jax", kept.get)
+
+
+class Trained:
+    """The weights of a job whose script gave the model."""
+
+    def __init__(self, model: Any, library: Library | None) -> None:
+        self._model, self._library, self._found = model, library, None
+
+    def take(self, learner: Any) -> None:
+        """Keeps the weights that an evaluation has, the averages where there are some."""
+        with learner.averaged():
+            params = learner.model.tree(learner.weights)
+        self._found = params if self._library is None else self._library.trained(self._model, params)
+
+    def get(self) -> Any:
+        """None before the end of a job."""
+        return self._found

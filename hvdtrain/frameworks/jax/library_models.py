@@ -1,0 +1,294 @@
+"""Modules of flax (linen and nnx), equinox and haiku as functions of their parameters, and with trained ones."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.core.own_line import own_line
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.layers import Functions, Params
+
+_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "inference": False}  # values in training
+
+
+class ChangedByPass(Exception):
+    """A model keeps more than parameters: numbers that a pass changes."""
+
+
+class Library(Protocol):
+    """What is known of the modules of one library."""
+
+    takes: str  # what a module is called with
+
+    def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
+        """For inputs like x (rows, ...). They, and this itself, raise ChangedByPass."""
+
+    def form(self, module: Any) -> str:
+        """What is the same on all ranks where they have the same module, whatever its weights."""
+
+    def trained(self, module: Any, params: Params) -> Any:
+        """What a script gets: of a module that has its weights inside one with these, else the parameters themselves."""
+
+
+class Linen:
+    """flax.linen.Module: a description of layers; a bound one has weights too, and training begins with them."""
+
+    takes = "a module takes (n, ...): images (n, H, W, C)"
+
+    def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
+        bound: Mapping[str, Any] = {}
+        if module.scope is not None:
+            module, bound = module.unbind()
+        flags = _flags_of(type(module).__call__)
+        constants = {name: values for name, values in bound.items() if name not in ("params", "intermediates")}
+
+        def first(key: jax.Array) -> Any:
+            return module.init({"params": key}, _zeros(x), **flags(True))
+
+        def init(key: jax.Array) -> Params:
+            params: Params = (bound or jax.jit(first)(key)).get("params", {})
+            return params
+
+        def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
+            rngs = {} if key is None else {"params": key}  # a stream without a key of its own draws from this one
+            try:
+                return module.apply({"params": params, **constants}, x, rngs=rngs, **flags(key is not None))
+            except Exception as error:
+                if type(error).__name__ == "ModifyScopeVariableError":
+                    raise ChangedByPass(f"{error}".partition(" (http")[0]) from error
+                raise
+
+        if kept := [] if bound else sorted(set(jax.eval_shape(first, key)) - {"params", "intermediates"}):
+            raise ChangedByPass(f"it has the collection {', '.join(kept)}")
+        return Functions(init, apply)
+
+    def form(self, module: Any) -> str:
+        return repr(module)
+
+    def trained(self, module: Any, params: Params) -> Any:
+        return params
+
+
+class Haiku:
+    """What haiku.transform gives, or transform_with_state of a function without state."""
+
+    takes = "a module takes (n, ...): images (n, H, W, C)"
+
+    def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
+        flags = _flags_of(module.apply)
+        has_state = "state" in inspect.signature(module.apply).parameters
+
+        def first(key: jax.Array) -> tuple[Params, Any]:
+            found = module.init(key, _zeros(x), **flags(True))
+            return found if has_state else (found, {})
+
+        def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
+            if has_state:
+                return module.apply(params, {}, key, x, **flags(key is not None))[0]
+            return module.apply(params, key, x, **flags(key is not None))
+
+        try:
+            params, state = jax.eval_shape(first, key)
+        except Exception as error:
+            if type(error).__name__ == "NonEmptyStateError":
+                raise ChangedByPass("it needs transform_with_state") from error
+            raise
+        if state:
+            raise ChangedByPass(f"it has the state {', '.join(sorted(state))}")
+        short = {name: re.sub(r"(/~)?/", ".", name) for name in params}
+        if len(set(short.values())) < len(short):
+            short = {name: name.replace("/", ".") for name in params}
+
+        def name_of(path: str) -> str:
+            module_name, _, parameter = path.rpartition(".")
+            return f"{short[module_name]}.{parameter}"
+
+        return Functions(lambda key: jax.jit(first)(key)[0], apply, name_of=name_of)
+
+    def form(self, module: Any) -> str:
+        return repr(inspect.signature(module.apply))
+
+    def trained(self, module: Any, params: Params) -> Any:
+        return params
+
+
+class Nnx:
+    """flax.nnx.Module, which has its weights inside, and changes as it is called: each pass is one of a copy."""
+
+    takes = "a module takes (n, ...): images (n, H, W, C)"
+
+    def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
+        from flax import nnx
+
+        graph, *states = nnx.split(module, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
+        flat = [jax.tree.flatten(state) for state in states]
+        _, (keys, _), (counts, _), (others, _) = flat
+        flags, wanted = _flags_of(type(module).__call__), inspect.signature(type(module).__call__).parameters
+        start = nnx.to_pure_dict(states[0])
+
+        def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
+            own = keys if key is None else [_keys_like(old, jax.random.fold_in(key, i)) for i, old in enumerate(keys)]
+            zeros = counts if key is None else [jnp.zeros_like(count) for count in counts]
+            numbers = [jax.tree.leaves(params), own, zeros, [_as(jnp.result_type(float), jnp.asarray(array)) for array in others]]
+            parts = [jax.tree.unflatten(form, leaves) for (_, form), leaves in zip(flat, numbers, strict=True)]
+            before = _by_path(parts[3])
+            copy = nnx.merge(graph, *parts)
+            (copy.eval if key is None else copy.train)()
+            more = {"rngs": nnx.Rngs(key)} if key is not None and "rngs" in wanted else {}
+            outputs = copy(x, **flags(key is not None), **more)
+            after = _by_path(nnx.split(copy, nnx.Param, nnx.RngKey, nnx.RngCount, ...)[-1])
+            if changed := sorted(path for path, array in before.items() if after.get(path) is not array):
+                raise ChangedByPass(f"it changes {', '.join(changed)}")
+            return outputs
+
+        assert len(flat[0][0]) == len(jax.tree.leaves(start)), flat[0][1]
+        return Functions(lambda key: start, apply)
+
+    def form(self, module: Any) -> str:
+        from flax import nnx
+
+        return repr(nnx.graphdef(module))
+
+    def trained(self, module: Any, params: Params) -> Any:
+        """The module itself, in evaluation mode."""
+        from flax import nnx
+
+        state = nnx.state(module, nnx.Param)
+        leaves, form = jax.tree.flatten(state)
+        nnx.update(module, jax.tree.unflatten(form, _like(leaves, params)))
+        module.eval()
+        return module
+
+
+class Equinox:
+    """equinox.Module: a tree with its weights inside, which is called for one sample."""
+
+    takes = "a module takes one sample: an image (H, W, C)"
+
+    def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
+        import equinox
+
+        if any(isinstance(part, equinox.nn.StateIndex) for part in _parts(module, equinox.nn.StateIndex)):
+            raise ChangedByPass("it has a layer with a StateIndex")
+        params, static = equinox.partition(module, equinox.is_inexact_array)
+        wanted, flags = inspect.signature(type(module).__call__).parameters, _flags_of(type(module).__call__)
+
+        def apply(params: Any, x: jax.Array, key: jax.Array | None = None) -> Any:
+            whole = equinox.combine(params, static)
+            called = whole if key is not None else equinox.nn.inference_mode(whole)
+            if key is None or "key" not in wanted:
+                more = {"key": None} if "key" in wanted else {}
+                return jax.vmap(lambda x: called(x, **flags(key is not None), **more))(x)
+            keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(x)))
+            return jax.vmap(lambda x, key: called(x, key=key, **flags(True)))(x, keys)
+
+        return Functions(lambda key: params, apply)
+
+    def form(self, module: Any) -> str:
+        return repr(module)
+
+    def trained(self, module: Any, params: Params) -> Any:
+        """A module like this one, which keeps its number types."""
+        import equinox
+
+        old, static = equinox.partition(module, equinox.is_inexact_array)
+        leaves, form = jax.tree.flatten(old)
+        return equinox.combine(jax.tree.unflatten(form, _like(leaves, params)), static)
+
+
+_LIBRARIES: dict[str, Library] = {  # by the class that a model is an object of
+    "flax.linen.module.Module": Linen(),
+    "flax.nnx.module.Module": Nnx(),
+    "equinox._module._module.Module": Equinox(),
+    "haiku._src.transform.Transformed": Haiku(),
+    "haiku._src.transform.TransformedWithState": Haiku(),
+}
+
+
+def library_of(model: Any) -> Library | None:
+    """By the names of its classes: no library is imported for it. A pair (module, state) of equinox is one of its modules."""
+    module = model[0] if isinstance(model, tuple) and len(model) == 2 and not callable(model[1]) else model
+    return next((found for kind in type(module).__mro__ if (found := _LIBRARIES.get(f"{kind.__module__}.{kind.__name__}"))), None)
+
+
+def functions_of(library: Library, module: Any, x: jax.ShapeDtypeStruct, dtype: np.dtype, key: jax.Array, config: Config) -> Functions:
+    """A module as functions whose outputs are of the number type of the job. Nothing is computed.
+
+    Raises UserError where it fails for inputs like x, gives smaller numbers than the float64 of a job, or keeps numbers that a pass
+    changes: running statistics would count rows of padding, and differ between ranks.
+    """
+    where = config.where("model.name")
+    try:
+        functions = library.functions(module, x, key)
+        params = jax.eval_shape(lambda: jax.tree.map(lambda array: _as(dtype, array), functions.init(key)))
+        of_passes = [jax.eval_shape(functions.apply, params, x, *more) for more in ((), (key,))]
+    except ChangedByPass as error:
+        what = f"{config.model.name} keeps numbers that a pass changes, which ranks and rows of padding would make others: {error}"
+        fix = "LayerNorm or GroupNorm in place of BatchNorm; hvdtrain's own models have batch norms, model.name=resnet18"
+        raise UserError(what, where, fix) from error
+    except Exception as error:
+        message = next(iter(f"{error}".splitlines()), "")
+        what = f"the model fails for inputs {x.shape} of {x.dtype}: {type(error).__name__}: {message}"
+        raise UserError(what, f"{where}; {own_line(error)}", library.takes) from error
+    small = {f"{y.dtype}" for y in jax.tree.leaves(of_passes) if jnp.issubdtype(y.dtype, jnp.floating)} - {"float64"}
+    if dtype == np.float64 and small:
+        what = f"the model gives {', '.join(sorted(small))}, the job is of float64"
+        raise UserError(what, config.where("speed.precision"), "layers without a dtype of their own; or speed.precision=fp32")
+
+    def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
+        return jax.tree.map(lambda y: _as(dtype, y), functions.apply(params, x, key))
+
+    return functions._replace(apply=apply)
+
+
+def random_arguments(config: Config, key: jax.Array) -> dict[str, Any]:
+    """What draws the first weights: `key`, or `rngs` of flax.nnx, where the user's function or class has such a parameter."""
+    if not plugins.is_dotted(config.model.name):
+        return {}
+    wanted = plugins.signature_of(plugins.own_function(config.model)).parameters
+    nnx = sys.modules.get("flax.nnx")
+    return ({"key": key} if "key" in wanted else {}) | ({"rngs": nnx.Rngs(key)} if nnx and "rngs" in wanted else {})
+
+
+def _flags_of(call: Any) -> Callable[[bool], dict[str, bool]]:
+    """Whether it is training -> those of its arguments that say so."""
+    wanted = {name: value for name, value in _FLAGS.items() if name in inspect.signature(call).parameters}
+    return lambda training: {name: value == training for name, value in wanted.items()}
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _as(dtype: np.dtype, array: Any) -> Any:
+    """Real numbers in this number type."""
+    return array.astype(dtype) if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _by_path(state: Any) -> dict[str, Any]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): array for path, array in paths}
+
+
+def _keys_like(old: jax.Array, key: jax.Array) -> jax.Array:
+    """One key, or an array of so many."""
+    return jax.random.split(key, old.shape) if old.shape else key
+
+
+def _parts(tree: Any, kind: type) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda part: isinstance(part, kind))
+
+
+def _like(old: list[jax.Array], params: Params) -> list[jax.Array]:
+    """The numbers of the parameters in the number types of the old ones."""
+    return [jnp.asarray(np.asarray(new), array.dtype) for array, new in zip(old, jax.tree.leaves(params), strict=True)]
