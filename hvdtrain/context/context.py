@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from hvdtrain.comm.communicator import Elastic
 from hvdtrain.comm.mesh import Mesh, make_mesh
@@ -29,6 +28,8 @@ from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.log import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
+from hvdtrain.frameworks.extra import MOST_BYTES
+from hvdtrain.frameworks.own_loop import Words, module_of
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
@@ -42,8 +43,6 @@ from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.sync_point import HASTY_S, close_all, fail, write_last_checkpoint
 from hvdtrain.training.train_job import open_run_log
 
-_LEARNER = "hvdtrain.frameworks.torch.own_loop.own_learner"
-_EXTRA = "hvdtrain.frameworks.torch.own_loop.extra"
 _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
 
 
@@ -77,6 +76,8 @@ class Context:
         ranks: where the others go on without one that is lost; former: what they go on from then. A collective.
         """
         self._ranks, self._former_loop = ranks, former
+        self._script: Any = module_of(rank.config.framework, "script")
+        self._script.begin(rank.config, rank.communicator)
         self.untold_loss = None if former is None else former.loss  # until the loop has begun, with an event
         self._config, self._communicator, self._closing = rank.config, rank.communicator, closing
         self._heartbeat, self._signals, self._lock, self._reason = rank.heartbeat, rank.signals, rank.lock, rank.engine_reason
@@ -143,8 +144,18 @@ class Context:
 
     @property
     def device(self) -> Any:
-        """The torch.device of this rank: model.to(ctx.device) before prepare()."""
-        return importlib.import_module("hvdtrain.frameworks.torch.device").pick_device(self._config, self._communicator)
+        """The device of this rank, as the framework has it: model.to(ctx.device) before prepare()."""
+        return self._script.pick_device(self._config, self._communicator)
+
+    @property
+    def _words(self) -> Words:
+        words: Words = self._script.WORDS
+        return words
+
+    @property
+    def _extra_values(self) -> Any:
+        """The module that puts what the script keeps into a checkpoint."""
+        return module_of(self._config.framework, "extra")
 
     @property
     def step(self) -> int:
@@ -159,27 +170,28 @@ class Context:
     def prepare(self, model: Any, optimizer: Any, *, example: Any = None) -> tuple[Any, Any]:
         """A torch module and its optimizer, as all ranks train them together: both in the place of the script's own.
 
+        With framework=jax: a tree of arrays and a transformation of optax's kind; returns the tree on this rank's device and the state that
+        the transformation begins with, which value_and_grad() and update() take.
+
         Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 to 3); with parallel.*
         ranks have the model together. Weights and buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer
         that has no state. example: a tensor (n, ...), what the model is called with for some samples: parallel.tensor and
         parallel.pipeline need it, and shard.stage=3 with speed.precision=bf16 or fp16.
         """
         if self._learner is not None:
-            raise UserError(
-                "a second ctx.prepare()", "ctx.prepare()", "one module that has all parts, with one optimizer of several groups"
-            )
+            raise UserError("a second ctx.prepare()", "ctx.prepare()", self._words.one)
         former = self.model()
         if former is not None and any(former is one for one in (model, getattr(model, "_orig_mod", None))):
             what = "a model that was prepared before a rank was lost"
             raise UserError(what, "ctx.prepare()", "make the model and the optimizer inside of the function that hvdtrain.run() calls")
         self._heartbeat.beat("preparing the model", 0, 0)
-        learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped, example)
+        own_learner = module_of(self._config.framework, "own_learner")
+        learner = own_learner.build(self._config, self.mesh, model, optimizer, self._stepped, example)
         self._heartbeat.under_way = learner.under_way
         broadcast_state(self._communicator, learner, None)
-        self._learner, self._saved, self.model = learner, WithExtra(learner), weakref.ref(learner.model)
+        self._learner, self._saved, self.model = learner, WithExtra(learner), weakref.ref(learner.user_model)
         config, run, saver = self._config, self.run, None
-        extra: Any = importlib.import_module(_EXTRA)
-        self._limit_bytes = _SPARE_BYTES + extra.MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
+        self._limit_bytes = _SPARE_BYTES + MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
         beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
         if run is not None and self.rank == 0:
             record = None if self._is_new else self._write_config  # of a new run samples() has written it
@@ -190,14 +202,21 @@ class Context:
         health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self.hosts)
         health.fix = "a lower learning rate, a warm-up or optim.clip_norm; or guard.nonfinite=skip"
         self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning, self._ranks)
-        return learner.forward, learner.optimizer
+        prepared: tuple[Any, Any] = learner.prepared
+        return prepared
 
-    def resume(self) -> dict[str, Any]:
+    @overload
+    def resume(self) -> dict[str, Any]: ...
+    @overload
+    def resume(self, params: Any, state: Any, /) -> tuple[Any, Any, dict[str, Any]]: ...
+    def resume(self, *prepared: Any) -> Any:
         """Goes on from the newest good checkpoint of run=, or of resume=: model, optimizer, and the place in the samples, on every rank.
 
         Returns what checkpoint() was given beside them; an empty mapping where there is no checkpoint. The number of ranks may be another.
+        With framework=jax it takes what prepare() returned, and returns it as the checkpoint has it: params, state, kept.
         """
         self._need("ctx.resume()")
+        self._learner.check_resume(prepared)
         if self._stream is not None:
             raise UserError("ctx.resume() after ctx.samples()", "ctx.resume()", "right after ctx.prepare()")
         if self.run is None:
@@ -210,11 +229,11 @@ class Context:
             if error.where in ("state of the model", "state of the optimizer"):
                 error.where, error.fix = f"{self._former}", "the model and the optimizer that the checkpoint was made with; or another run="
             raise
-        return {} if found is None else self._go_on_from(found)
+        return self._learner.resumed({} if found is None else self._go_on_from(found))
 
     def _go_on_from(self, found: Restored) -> dict[str, Any]:
         assert self.run is not None
-        values = decoded(found.extra, importlib.import_module(_EXTRA).from_arrays, self.run)
+        values = decoded(found.extra, self._extra_values.from_arrays, self.run)
         self._notes += found.notes
         self._points.go_on_from(dataclasses.replace(found.train_state, is_kept=False))
         self._order = Order(*values["order"])
@@ -244,9 +263,9 @@ class Context:
             raise UserError(what, str(self.run), "the data set and seed that it was made with; or another run=")
         if self._ranks is not None and not self._resumed:
             what = "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin anew"
-            raise UserError(what, "ctx.samples()", "state = ctx.resume() after ctx.prepare()")
+            raise UserError(what, "ctx.samples()", f"{self._words.resume} after ctx.prepare()")
         if self.run is not None and not self._resumed and self._former is not None:
-            fix = "state = ctx.resume() after ctx.prepare(); or resume=no and another run= to begin anew"
+            fix = f"{self._words.resume} after ctx.prepare(); or resume=no and another run= to begin anew"
             raise UserError(f"{self.run} has a checkpoint, and the loop would begin anew", "ctx.samples()", fix)
         self._order, self._stream = stream.order, stream
         now = self._points.now
@@ -264,12 +283,12 @@ class Context:
             self._heartbeat.beat("reading samples", p.epoch, p.step)
             samples = stream.take(p)
             self._heartbeat.beat("step", p.epoch, p.step)
-            self._samples = samples
-            self._learner.begin_step(samples, stream.batch, stream.order.seed)
-            yield samples
+            self._samples = self._learner.begin_step(samples, stream.batch, stream.order.seed)
+            yield self._samples
             if not self._learner.has_stepped:
-                what = f"the batch of step {p.step + 1} is over, and optimizer.step() was not called"
-                fix = "ctx.backward(loss); optimizer.step(): once for each batch, on every rank; to accumulate gradients: ctx.accumulate()"
+                words = self._words
+                what = f"the batch of step {p.step + 1} is over, and {words.step} was not called"
+                fix = f"{words.whole_step}: once for each batch, on every rank; to accumulate gradients: {words.parts}"
                 raise UserError(what, "ctx.samples()", fix)
             self._points.sync()
             self._points.end_epoch()
@@ -312,6 +331,40 @@ class Context:
         check_batch(at_most, "ctx.accumulate()", "at_most", "samples of a part, 1 or more")
         return self._learner.accumulate(loss_of, at_most)
 
+    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool = False, at_most: int | None = None) -> Callable[..., Any]:
+        """framework=jax: jax.value_and_grad(loss_of) over the samples of all ranks: a function of params and what else loss_of takes.
+
+        loss_of(params, ...) is the mean over this rank's samples of the batch; with has_aux it returns a pair of that and anything. The
+        function returns this rank's loss, or the pair, and the gradient of the mean over the batch of all ranks, with uneven shares too: a
+        tree like params. at_most: in parts of at most so many samples, of which each needs memory by itself; loss_of then takes the batch.
+        loss_of is compiled, once for each shape. Once for each batch. A collective.
+        """
+        self._need("ctx.value_and_grad()")
+        if at_most is not None:
+            check_batch(at_most, "ctx.value_and_grad()", "at_most", "samples of a part, 1 or more")
+        found: Callable[..., Any] = self._learner.value_and_grad(loss_of, has_aux=has_aux, at_most=at_most)
+        return found
+
+    def grad(self, loss_of: Callable[..., Any], *, has_aux: bool = False, at_most: int | None = None) -> Callable[..., Any]:
+        """framework=jax: value_and_grad() without the loss; with has_aux its function gives a pair of the gradient and the other value."""
+        of_both = self.value_and_grad(loss_of, has_aux=has_aux, at_most=at_most)
+
+        def gradient_of(params: Any, *arguments: Any) -> Any:
+            value, gradient = of_both(params, *arguments)
+            return (gradient, value[1]) if has_aux else gradient
+
+        return gradient_of
+
+    def update(self, gradient: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """framework=jax: the step of the transformation, once for each batch: new params and state.
+
+        gradient: what grad() has returned, as it is; state, params: those of the step before. It clips by optim.clip_norm and
+        optim.clip_value first. extra: further arguments of the transformation's update, the same on all ranks: value=...
+        """
+        self._need("ctx.update()")
+        found: tuple[Any, Any] = self._learner.update(gradient, state, params, extra)
+        return found
+
     def mean(self, metrics: Mapping[str, Any], count: int | None = None) -> dict[str, float]:
         """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
 
@@ -335,8 +388,8 @@ class Context:
         """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps,
         the event "epoch" those of the whole epoch, when the loop asks for the batch after it. `lr` is the rate that events have.
 
-        Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal, log.trackers and reports, which draw
-        `loss`. The same names on every rank.
+        Device scalars cost no wait, but those of JAX. The events go to the run folder's events.jsonl, the terminal, log.trackers and
+        reports, which draw `loss`. The same names on every rank.
         """
         self._need("ctx.log()")
         self._points.add(values, float(self._batch_count()))
@@ -346,27 +399,26 @@ class Context:
     ) -> bool:
         """Writes a checkpoint, in the background, where one is due: checkpoint.every_steps, every_minutes, before a stop, at the end.
 
-        model, optimizer: those of prepare(). extra: what resume() is to return: plain values, arrays, tensors, objects with state_dict();
-        rank 0's count. now: in any case, at this step, and kept whatever checkpoint.keep_last is. objective: the value of an evaluation at
-        this step, a number of which rank 0's counts, and better="max" where more is better: written in any case, and one of the
-        checkpoint.keep_best best is kept. Returns whether one is written; at a stop and at the end once it is on the disk.
+        model, optimizer: those of prepare(), or the params and state of update(). extra: what resume() is to return: plain values, arrays,
+        tensors, objects with state_dict(); rank 0's count. now: in any case, at this step, and kept whatever checkpoint.keep_last is.
+        objective: the value of an evaluation at this step, a number of which rank 0's counts, and better="max" where more is better: it is
+        written in any case, and one of the checkpoint.keep_best best is kept. Returns whether one is written; at a stop and at the end once
+        it is on the disk.
         It is complete or absent. Every rank calls it, after optimizer.step(): in every step, before should_stop. Where a loop stops without
         it close() writes the checkpoint with the objects of the last call, unless that had plain values too.
         """
         self._need("ctx.checkpoint()")
-        if not self._learner.is_prepared(model) or optimizer is not self._learner.optimizer:
-            what = "the model or the optimizer is not what ctx.prepare() returned"
-            raise UserError(what, "ctx.checkpoint()", "model, optimizer = ctx.prepare(model, optimizer)")
+        self._learner.check_prepared(model, optimizer, "ctx.checkpoint()")
         if self._stream is None:
-            raise UserError("ctx.checkpoint() before ctx.samples()", "ctx.checkpoint()", "inside of the loop, after optimizer.step()")
+            raise UserError("ctx.checkpoint() before ctx.samples()", "ctx.checkpoint()", f"inside of the loop, after {self._words.step}")
         if self.run is None:
             raise UserError("there is no run folder", "ctx.checkpoint()", "hvdtrain.init({'run': 'DIR'})")
         if not self._learner.has_stepped:
-            raise UserError("the step of this batch is not made yet", "ctx.checkpoint()", "after ctx.backward(loss); optimizer.step()")
+            raise UserError("the step of this batch is not made yet", "ctx.checkpoint()", f"after {self._words.whole_step}")
         values = {"order": list(self._order or ()), "extra": extra}
         self._extra = extra
         if not self._checked_extra:  # at the first call, not when a checkpoint is due at last
-            importlib.import_module(_EXTRA).to_arrays(values)
+            self._extra_values.to_arrays(values)
             self._checked_extra = True
         is_last = self._points.now.progress.done
         wanted = now or objective is not None
@@ -378,7 +430,7 @@ class Context:
             self._points.now = evaluated(self._communicator, self._points.now, objective, better)
         self._points.save_due = False
         self._points.confirm()
-        self._saved.extra, self._written_step = importlib.import_module(_EXTRA).to_arrays(values), self.step
+        self._saved.extra, self._written_step = self._extra_values.to_arrays(values), self.step
         if now or not is_last:
             self._points.checkpoints.save(dataclasses.replace(self._points.now, is_kept=now))
         if not is_last:
@@ -401,7 +453,7 @@ class Context:
         self._failure = on_rank_0(self._communicator, self._why_not_saved)
         if self._failure:
             return
-        self._saved.extra = importlib.import_module(_EXTRA).to_arrays({"order": list(self._order or ()), "extra": self._extra or {}})
+        self._saved.extra = self._extra_values.to_arrays({"order": list(self._order or ()), "extra": self._extra or {}})
         self._write_last_checkpoint()
 
     def _why_not_saved(self) -> str:
@@ -450,7 +502,7 @@ class Context:
         if self._closed:
             raise UserError("the context is closed", where, "ctx = hvdtrain.init(...) again")
         if self._learner is None:
-            raise UserError("nothing is prepared", where, "model, optimizer = ctx.prepare(model, optimizer) before")
+            raise UserError("nothing is prepared", where, f"{self._words.prepare} before")
 
     def close(self) -> int:
         """Ends the loop on every rank: waits for a checkpoint that is written, and for events. A script's end calls it, too.

@@ -22,7 +22,7 @@ def start_fields(communicator: Communicator, hosts: list[str], model: str, strea
     """Fields of the event "start", those that do not change."""
     return {
         **fields_of_ranks(stream.config, communicator.name, hosts),
-        "framework": "torch",
+        "framework": stream.config.framework,
         "model": model,
         "samples": stream.order.dataset,
         "task": OWN_LOOP,

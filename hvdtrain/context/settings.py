@@ -8,10 +8,11 @@ from typing import Any
 from hvdtrain.config.read import assignments
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.frameworks.own_loop import frameworks_of_own_loops
 
 WHERE = "hvdtrain.init()"
 KEYS = (
-    *("run", "resume", "seed"),
+    *("framework", "run", "resume", "seed"),
     *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune", "local_steps")),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
@@ -53,6 +54,9 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
             raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
         if key not in KEYS:
             raise UserError(f"there is no key {short(key)}", f"{key}, {origin}", nearest(key, KEYS))
+        if key == "framework" and value not in frameworks_of_own_loops():
+            fix = f"framework={' or '.join(frameworks_of_own_loops())}; or hvdtrain.train()"
+            raise UserError(f"framework={short(value)} has no own loop", f"{key}, {origin}", fix)
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"
             raise UserError("guard.nonfinite=rollback would go back behind the script's back", f"{key}, {origin}", fix)

@@ -129,18 +129,23 @@ class TextWriter:
 
 
 def _own_epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
-    return f"epoch {f['epoch']}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}, {f['epoch_s']:.1f} s"
+    return f"epoch {f['epoch']}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s{_rate(f)}, {f['epoch_s']:.1f} s"
 
 
 def _named(logged: dict[str, float]) -> str:
     return "".join(f"{name} {value:.4g}, " for name, value in logged.items())
 
 
+def _rate(f: dict[str, Any]) -> str:
+    """The learning rate, where it is known: of a script's transformation of optax it is not."""
+    return "" if math.isnan(f["lr"]) else f", lr {f['lr']:.4g}"
+
+
 def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
     of = "" if f["of"] is None else f" of {f['of']:.5g}"
     done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
     if metric.is_own_loop:
-        return f"{done}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
+        return f"{done}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s{_rate(f)}"
     return f"{done}: train loss {f['loss']:.4f}, {_named(f.get('logged', {}))}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
 
 

@@ -164,17 +164,9 @@ class UserOptimizer:
         """The state before the first step, as the transformation has it; takes note of what its arrays belong to."""
         state = self.function.transformation(self._rate).init(params)
         paths, self._structure = jax.tree_util.tree_flatten_with_path(state)
-        self._owners = [self._owner(path) for path, _ in paths]
-        self._others = [
-            f"s. {jax.tree_util.keystr(path, simple=True, separator='.')}"
-            for (path, _), owner in zip(paths, self._owners, strict=True)
-            if owner is None
-        ]
+        self._owners = [owner_of(path, self._paths) for path, _ in paths]
+        self._others = [name_of_other(path) for (path, _), owner in zip(paths, self._owners, strict=True) if owner is None]
         return state
-
-    def _owner(self, path: tuple[Any, ...]) -> int | None:
-        fitting = [number for number, own in enumerate(self._paths) if path[-len(own) :] == own]
-        return max(fitting, key=lambda number: len(self._paths[number]), default=None)
 
     def _split(self, state: Any) -> OptimizerState:
         found: list[list[Any]] = [[] for _ in range(len(self._names) + 1)]
@@ -239,3 +231,17 @@ class UserOptimizer:
             if sum(float(jnp.vdot(u, g)) for u, g in zip(updates, small, strict=True)) > 0:
                 what = f"{name} has no parameter learning_rate, and what it would add to the weights goes up the gradient"
                 raise UserError(what, self._where, "end it with optax.scale(-1.0), or give it a parameter learning_rate")
+
+
+Path = tuple[Any, ...]  # of an array in a tree
+
+
+def owner_of(path: Path, paths: Sequence[Path]) -> int | None:
+    """The number of the parameter that an array of the state belongs to: its path ends with the parameter's own, one of `paths`."""
+    fitting = [number for number, own in enumerate(paths) if path[-len(own) :] == own]
+    return max(fitting, key=lambda number: len(paths[number]), default=None)
+
+
+def name_of_other(path: Path) -> str:
+    """The name of an array of the state that is no parameter's: its path, with a space, which no parameter's name begins with."""
+    return f"s. {jax.tree_util.keystr(path, simple=True, separator='.')}"

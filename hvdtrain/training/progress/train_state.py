@@ -78,7 +78,7 @@ class TrainState:
     epoch_cpu_j: NumberOrNaN = 0.0
     reached: tuple[Reached, ...] = ()
     nonfinite: Count = 0  # steps skipped, or rollbacks
-    lr: Number = 0.0  # of the last step
+    lr: NumberOrNaN = 0.0  # of the last step; NaN where a script's transformation alone knows it
     batch: Count = 0  # of the last step
     plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
     noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise

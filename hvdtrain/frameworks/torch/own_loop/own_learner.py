@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,9 +16,9 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay, gather
+from hvdtrain.frameworks.own_loop import LoopLearner, Samples
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.build import device_of_rank
@@ -39,52 +38,20 @@ from hvdtrain.frameworks.torch.own_loop.prepared import (
     precision_of,
     take_optimizer,
 )
+from hvdtrain.frameworks.torch.own_loop.script import WORDS
 from hvdtrain.frameworks.torch.parallel.buffers import Buffers
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.state import LearnerState
 from hvdtrain.frameworks.torch.step import Update, one_or_nan
 
 
-@dataclass(frozen=True)
-class Samples:
-    """This rank's samples of one batch: batch["x"] is a tensor (n, ...) on the device, in the number type of the data."""
-
-    fields: Mapping[str, torch.Tensor]
-    count: int  # of this rank's samples that count: 0 on a rank that has none, and gets one that does not
-    step: int = 0  # steps done before this one
-    epoch: int = 0  # that its first sample is of, from 0
-    ends_epoch: bool = False  # with its last sample an epoch is over
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Raises UserError for a field that the data do not have."""
-        if name not in self.fields:
-            raise UserError(f"the samples have no {name!r}", "ctx.samples()", f"their fields: {', '.join(self.fields)}")
-        return self.fields[name]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """x, y = batch"""
-        return iter(self.fields.values())
-
-    def __len__(self) -> int:
-        """Samples, also those that do not count."""
-        return len(next(iter(self.fields.values())))
-
-    def parts(self, number: int) -> list[Samples]:
-        """So many parts of the samples, in order. One without samples has the first sample, which does not count there."""
-        found = []
-        for part in range(number):
-            begin, end = (len(self) * part // number, len(self) * (part + 1) // number)
-            rows = slice(begin, end) if end > begin else slice(0, 1)
-            count = min(end, self.count) - min(begin, self.count)
-            found.append(replace(self, fields={name: tensor[rows] for name, tensor in self.fields.items()}, count=count))
-        return found
-
-
-class OwnLearner:
+class OwnLearner(LoopLearner):
     """Every rank makes one. on_step: called after each step of the optimizer.
 
     Raises UserError where the model, the optimizer or the engine cannot do what the configuration asks for.
     """
+
+    words = WORDS
 
     def __init__(
         self,
@@ -157,10 +124,6 @@ class OwnLearner:
             group["params"] = [now[names[p]] for p in group["params"]]
         return arrangement
 
-    def cache_on_device(self, source: Source) -> bool:
-        """Never: the script may look at any sample."""
-        return False
-
     def to_device(self, batch: Batch) -> Samples:
         """numpy (n, ...) of each field as tensors on the device, of the same number type; with speed.precision of that of the weights."""
         fields = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device) for name, array in batch.items()}
@@ -168,14 +131,36 @@ class OwnLearner:
             fields = {name: t.to(self._sample_type) if t.is_floating_point() else t for name, t in fields.items()}
         return Samples(fields, len(next(iter(batch.values()))))
 
-    def begin_step(self, batch: Samples, global_batch: int, seed: int) -> None:
-        """The script gets this batch. seed: of the samples. Layers that draw random numbers draw those of the seed and the step."""
+    def begin_step(self, batch: Samples, global_batch: int, seed: int) -> Samples:
+        """This batch as the script gets it. Layers that draw random numbers draw those of the seed, which is the samples', and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
         set_mode(self._inner, training=True)
         seed_dropout(fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config)) & (2**63 - 1), self.device)
         if self._saves_buffers:
             self.buffers.save()
+        return batch
+
+    @property
+    def prepared(self) -> tuple[Any, Any]:
+        return self.forward, self.optimizer
+
+    @property
+    def user_model(self) -> torch.nn.Module:
+        return self.model
+
+    def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
+        """Raises UserError for others; the model may be compiled or not."""
+        if uncompiled(model) is not uncompiled(self.forward) or optimizer is not self.optimizer:
+            raise UserError("the model or the optimizer is not what ctx.prepare() returned", where, self.words.prepare)
+
+    def check_resume(self, given: tuple[Any, ...]) -> None:
+        if given:
+            what = "the model and the optimizer are those of ctx.prepare(), which have the checkpoint's numbers after it"
+            raise UserError(what, "ctx.resume()", self.words.resume)
+
+    def resumed(self, extra: dict[str, Any]) -> dict[str, Any]:
+        return extra
 
     def backward(self, loss: Any) -> None:
         """What Context.backward() does. A collective."""
@@ -269,10 +254,6 @@ class OwnLearner:
         self._batch = None
         self._on_step()
 
-    def is_prepared(self, model: Any) -> bool:
-        """Whether the script has it from prepare(), compiled or not."""
-        return uncompiled(model) is uncompiled(self.forward)
-
     @property
     def has_stepped(self) -> bool:
         """Whether the step of the last batch was made."""
@@ -330,6 +311,11 @@ class OwnLearner:
         name = self.strategy.class_name(self.model)
         how = f"{self.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
         return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
+
+
+def build(config: Config, mesh: Mesh, model: Any, optimizer: Any, on_step: Callable[[], None], example: Any) -> OwnLearner:
+    """The learner of framework=torch in a script's own loop."""
+    return OwnLearner(config, mesh, model, optimizer, on_step, example)
 
 
 def uncompiled(model: Any) -> Any:

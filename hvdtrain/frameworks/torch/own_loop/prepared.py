@@ -16,6 +16,7 @@ from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.forward import in_type
 from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, Construction, numbers, signature_of
+from hvdtrain.frameworks.torch.own_loop.script import WORDS
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import LossScale, Precision, Scale, pick_precision
 
@@ -76,7 +77,9 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError where the two do not belong together."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         what = f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module and a torch.optim.Optimizer"
-        raise UserError(what, WHERE, "model, optimizer = ctx.prepare(model, optimizer)")
+        is_optax = callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+        fix = "hvdtrain.init('framework=jax', ...) takes parameters and a transformation of optax" if is_optax else WORDS.prepare
+        raise UserError(what, WHERE, fix)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad's constructor makes one of step 0
         fix = "prepare() first; ctx.resume() brings the state of a checkpoint"
         raise UserError("the optimizer has made steps already, or loaded a state: ranks would begin with different ones", WHERE, fix)

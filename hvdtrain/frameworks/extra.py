@@ -1,0 +1,106 @@
+"""What a script keeps in a checkpoint beside model and optimizer: plain values as JSON, tensors as arrays by name. No pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import UserError
+
+PREFIX = "e."  # of their names in a checkpoint
+MOST_BYTES = 2**28
+_TREE = f"{PREFIX}json"
+_MOST_DEPTH = 32
+_WHERE = "ctx.checkpoint()"
+_FIX = "numbers, texts, None, lists, mappings, arrays, tensors, or an object with state_dict() of these, as a scheduler"
+
+
+class Numbers(NamedTuple):
+    """A framework's tensor on the host."""
+
+    data: np.ndarray  # uint8 (bytes,), a copy
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Tensors(NamedTuple):
+    """How a framework's tensors go into a checkpoint and come back."""
+
+    numbers: Callable[[Any], Numbers | None]  # None of anything else
+    made: Callable[[Numbers], Any]  # raises ValueError
+
+
+def to_arrays(extra: Mapping[str, Any], tensors: Tensors) -> Arrays:
+    """A copy of each value. Raises UserError for one that is of another kind, and where all take more than MOST_BYTES."""
+    arrays: Arrays = {}
+    tree = _Encoder(arrays, tensors).encoded(extra, "", 0)
+    arrays[_TREE] = np.frombuffer(json.dumps(tree).encode(), np.uint8).copy()
+    taken = sum(array.nbytes for array in arrays.values())
+    if taken > MOST_BYTES:
+        what = f"{taken / 2**20:.0f} MiB beside model and optimizer, at most {MOST_BYTES / 2**20:.0f}"
+        raise UserError(what, _WHERE, "larger tensors as buffers of the model")
+    return arrays
+
+
+def from_arrays(arrays: Arrays, tensors: Tensors) -> dict[str, Any]:
+    """The values of to_arrays(). Raises ValueError where they cannot be such."""
+    try:
+        values = _decoded(json.loads(arrays[_TREE].tobytes()), arrays, tensors)
+    except (LookupError, TypeError, RecursionError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError("no mapping")
+    return values
+
+
+class _Encoder(NamedTuple):
+    arrays: Arrays  # what it finds, by name
+    tensors: Tensors
+
+    def encoded(self, value: Any, path: str, depth: int) -> Any:
+        if depth > _MOST_DEPTH:
+            raise UserError(f"{path[:80]} is nested more than {_MOST_DEPTH} deep", _WHERE, _FIX)
+        if hasattr(value, "state_dict") and callable(value.state_dict):
+            value = value.state_dict()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, np.generic) and value.dtype.kind in "iufbU":
+            return value.item()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
+            return {"array": self._put(np.array(value))}
+        if (numbers := self.tensors.numbers(value)) is not None:
+            return {"tensor": [self._put(numbers.data), numbers.dtype, list(numbers.shape)]}
+        if isinstance(value, Mapping):
+            pairs = [[key, self.encoded(inner, f"{path}.{key}".removeprefix("."), depth + 1)] for key, inner in value.items()]
+            if all(key is None or isinstance(key, (bool, int, float, str)) for key in value):
+                return {"map": pairs}
+        if isinstance(value, (list, tuple)):
+            items = [self.encoded(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
+            return {"tuple" if isinstance(value, tuple) else "list": items}
+        raise UserError(f"{path or 'a value'} is a {type(value).__name__}, which no checkpoint holds", _WHERE, _FIX)
+
+    def _put(self, array: np.ndarray) -> str:
+        name = f"{PREFIX}{len(self.arrays)}"
+        self.arrays[name] = array
+        return name
+
+
+def _decoded(tree: Any, arrays: Arrays, tensors: Tensors) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "map":
+        return {key: _decoded(inner, arrays, tensors) for key, inner in content}
+    if kind in ("list", "tuple"):
+        items = [_decoded(inner, arrays, tensors) for inner in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "array":
+        return arrays[content]
+    name, dtype, shape = content
+    if kind != "tensor":
+        raise ValueError(f"a value of kind {kind!r:.40}")
+    return tensors.made(Numbers(arrays[name], dtype, shape))

@@ -1,0 +1,145 @@
+"""What a script's own loop needs of a framework: what its package own_loop/ has, a LoopLearner, and the Samples that the script gets."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Self
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.data.source import Source
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import UnderWay
+
+
+@dataclass(frozen=True)
+class Samples:
+    """This rank's samples of one batch: batch["x"] is an array (n, ...) on the device, in the number type of the data."""
+
+    fields: Mapping[str, Any]
+    count: int  # of this rank's samples that count: 0 on a rank that has none, and gets one that does not
+    step: int = 0  # steps done before this one
+    epoch: int = 0  # that its first sample is of, from 0
+    ends_epoch: bool = False  # with its last sample an epoch is over
+
+    def __getitem__(self, name: str) -> Any:
+        """Raises UserError for a field that the data do not have."""
+        if name not in self.fields:
+            raise UserError(f"the samples have no {name!r}", "ctx.samples()", f"their fields: {', '.join(self.fields)}")
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        """x, y = batch"""
+        return iter(self.fields.values())
+
+    def __len__(self) -> int:
+        """Samples, also those that do not count."""
+        return len(next(iter(self.fields.values())))
+
+    def parts(self, number: int) -> list[Self]:
+        """So many parts of the samples, in order. One without samples has the first sample, which does not count there."""
+        found = []
+        for part in range(number):
+            begin, end = (len(self) * part // number, len(self) * (part + 1) // number)
+            rows = slice(begin, end) if end > begin else slice(0, 1)
+            count = min(end, self.count) - min(begin, self.count)
+            found.append(replace(self, fields={name: array[rows] for name, array in self.fields.items()}, count=count))
+        return found
+
+
+class Words(NamedTuple):
+    """Lines of a script in this framework, for messages."""
+
+    prepare: str
+    one: str  # what goes in the place of a second prepare()
+    gradient: str
+    step: str  # the call that makes a step
+    resume: str
+    parts: str  # how gradients of parts of a batch are added up
+
+    @property
+    def whole_step(self) -> str:
+        return f"{self.gradient}; {self.step}"
+
+
+class LoopLearner:
+    """A script's model and optimizer on this rank: HasState, the samples, and what the calls of a Context do; the script has the loop.
+
+    A call that the framework does not have raises UserError, as it does here.
+    """
+
+    words: Words
+
+    def cache_on_device(self, source: Source) -> bool:
+        """Never: the script may look at any sample."""
+        return False
+
+    def to_device(self, batch: Batch) -> Samples:
+        """numpy (n, ...) of each field as arrays on the device."""
+        raise NotImplementedError
+
+    def begin_step(self, batch: Any, global_batch: int, seed: int) -> Any:
+        """This batch as the script gets it. seed: of the samples."""
+        raise NotImplementedError
+
+    @property
+    def prepared(self) -> tuple[Any, Any]:
+        """What Context.prepare() returns."""
+        raise NotImplementedError
+
+    @property
+    def user_model(self) -> Any:
+        """The script's object that training changes, which must not be prepared again after the loss of a rank; else the learner."""
+        return self
+
+    def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
+        """Raises UserError where they are not what prepare() returned, or what they have become since."""
+        raise NotImplementedError
+
+    def check_resume(self, given: tuple[Any, ...]) -> None:
+        """Raises UserError for what Context.resume() is not called with."""
+        raise NotImplementedError
+
+    def resumed(self, extra: dict[str, Any]) -> Any:
+        """What Context.resume() returns."""
+        raise NotImplementedError
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the step of the last batch was made."""
+        raise NotImplementedError
+
+    def under_way(self) -> UnderWay | None:
+        """What is under way: Learner.under_way()."""
+        return None
+
+    def backward(self, loss: Any) -> None:
+        """What Context.backward() does. A collective."""
+        self._refuse("ctx.backward()", self.words.gradient)
+
+    def accumulate(self, loss_of: Callable[[Any], Any], at_most: int) -> Any:
+        """What Context.accumulate() does. A collective."""
+        self._refuse("ctx.accumulate()", self.words.parts)
+
+    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, at_most: int | None) -> Callable[..., Any]:
+        """What Context.value_and_grad() returns, which is a collective."""
+        self._refuse("ctx.value_and_grad()", self.words.gradient)
+
+    def update(self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+        """What Context.update() does."""
+        self._refuse("ctx.update()", self.words.step)
+
+    def _refuse(self, call: str, instead: str) -> NoReturn:
+        raise UserError(f"{call} is of another framework than this loop's", call, f"{instead}; or another framework= in hvdtrain.init()")
+
+
+def frameworks_of_own_loops() -> list[str]:
+    """By the files that there are."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/own_loop"))
+
+
+def module_of(framework: str, name: str) -> Any:
+    """A module of the framework's own_loop/: `script`, `own_learner` with build(), and `extra`."""
+    return importlib.import_module(f"hvdtrain.frameworks.{framework}.own_loop.{name}")

@@ -1,0 +1,109 @@
+"""A script's own loop in JAX, as the ranks of this start make it in one way after the other; and a plain loop of JAX and optax."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import hvdtrain as ht
+from hvdtrain.data.sampler import positions_of_rank
+
+SAMPLES, STEPS = 50, 12
+X = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 6))
+DATA = {"x": X, "y": X.prod(1)}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.2, 0.9),
+    "adamw": optax.adamw(optax.linear_schedule(0.05, 0.01, STEPS), weight_decay=0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.inject_hyperparams(optax.adam)(0.03)),
+}
+
+
+def start(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    first = {"w": rng.normal(size=(6, 8)), "b": rng.normal(size=8)}
+    return {"first": first, "rest": [jnp.asarray(rng.normal(size=(8, 1)))]}
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    hidden = jnp.tanh(x @ params["first"]["w"] + params["first"]["b"])
+    return jnp.square((hidden @ params["rest"][0])[:, 0] - y).mean()
+
+
+def named(params: Any) -> dict[str, list[Any]]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path): np.asarray(array).tolist() for path, array in paths}
+
+
+def plain(optimizer: str, batch: int) -> dict[str, Any]:
+    """In one process, each step on the whole batch, by JAX and optax alone."""
+    with jax.enable_x64(True):
+        transformation, params, losses = OPTIMIZERS[optimizer], jax.tree.map(jnp.asarray, start()), []
+        state, update = transformation.init(params), jax.jit(transformation.update)  # float32 of a schedule rounds otherwise without jit
+        for step in range(STEPS):
+            rows = positions_of_rank(batch * step, batch, 0, 1, SAMPLES, 1).samples
+            loss, gradient = jax.value_and_grad(loss_of)(params, (X[rows], DATA["y"][rows]))
+            updates, state = update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        return {"losses": losses, "weights": named(params)}
+
+
+def main(out: str, *ways: str) -> None:
+    """ways: "OPTIMIZER BATCH STEPS key=value ..."; rank 0 writes what each gave."""
+    with jax.enable_x64(True):
+        results = [trained(*way.split()) for way in ways]
+    if results[0]["rank"] == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any]:
+    batch_size, has_folder = int(size), any(word.startswith("run=") for word in words)
+    with ht.init("framework=jax", "log.every_steps=4", "guard.equal_steps=4", *words) as ctx:
+        params, state = ctx.prepare(start(ctx.rank), OPTIMIZERS[optimizer])  # other parameters on each rank: those of rank 0 count
+        kept: dict[str, Any] = {}
+        if has_folder:
+            params, state, kept = ctx.resume(params, state)
+        began, losses, counts, keys = ctx.step, [], [], []
+        for batch in ctx.samples(DATA, batch=batch_size, epochs=int(steps) * batch_size / SAMPLES, seed=1):
+            if batch.step % 3 == 2:  # in parts, equally many on all ranks
+                loss, gradient = ctx.value_and_grad(loss_of, at_most=2)(params, batch)
+            elif batch.step % 3 == 1:
+                gradient, loss = ctx.grad(loss_of_fields, has_aux=True)(params, *batch)
+            else:
+                loss, gradient = ctx.value_and_grad(loss_of)(params, batch)
+            params, state = ctx.update(gradient, state, params)
+            losses.append(ctx.mean({"loss": loss})["loss"])
+            counts.append(batch.count)
+            keys.append(jax.random.key_data(batch.key).tolist())
+            ctx.log(loss=loss)
+            if has_folder:
+                ctx.checkpoint(params, state, last=jnp.asarray(losses[-1]))
+        squares, count = 0.0, 0
+        for batch in ctx.each(DATA, batch=9):
+            squares, count = squares + float(loss_of(params, batch)) * batch.count, count + batch.count
+        evaluated = ctx.mean({"loss": squares / max(1, count)}, count=count)["loss"]
+        of_ranks = ctx.mesh.world.allgather_object((counts, keys))
+        return {
+            "rank": ctx.rank,
+            "began": began,
+            "losses": losses,
+            "weights": named(params),
+            "evaluated": evaluated,
+            "counts": [counts for counts, _ in of_ranks],
+            "keys": [keys for _, keys in of_ranks],
+            "kept": float(kept.get("last", math.nan)),
+        }
+
+
+def loss_of_fields(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """loss_of() of the fields by themselves, and once more beside it."""
+    loss = loss_of(params, (x, y))
+    return loss, loss
