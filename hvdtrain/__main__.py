@@ -22,6 +22,8 @@ COMMANDS = {  # each is the function of its name in that module
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
     "sweep": "hvdtrain.cli.sweep.command",
+    "summary": "hvdtrain.cli.plan.summary",
+    "lr-find": "hvdtrain.cli.bench.lr_find",
     "bench": "hvdtrain.cli.bench.command",
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
@@ -32,7 +34,7 @@ COMMANDS = {  # each is the function of its name in that module
     "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
 }
-_ON_RANKS = ("train", "check", "evaluate", "predict", "sample", "bench")  # commands that --num-nodes and so on start on ranks
+_ON_RANKS = ("train", "check", "evaluate", "predict", "sample", "bench", "lr-find")  # commands that --num-nodes and so on start on ranks
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
@@ -142,7 +144,7 @@ def _check_command(name: str) -> None:
 
 
 def _call(name: str, arguments: list[str]) -> int:
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(COMMANDS[name]), name)
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(COMMANDS[name]), name.replace("-", "_"))
     return command(arguments)
 
 

@@ -21,8 +21,9 @@ hvdtrain trains deep networks on many workers.
   hvdtrain plan [--config FILE] [key=value ...]            what the job would do on 1, 8, 64 and 512 ranks; trains nothing
   hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
-  hvdtrain bench step|data|scaling [key=value ...]         images/s, phases of a step, speed on more ranks, and a prediction
-  mpirun -np 2 hvdtrain bench allreduce [key=value ...]    speed of allreduce, compared with plain MPI
+  hvdtrain summary [key=value ...]                         layers of the model: shapes, parameters, operations
+  hvdtrain lr-find [--png FILE] [key=value ...]            a curve of the loss over learning rates, and a proposal
+  hvdtrain bench step|data|scaling|allreduce [...]         images/s, phases of a step, speed on more ranks; of sums under mpirun
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain drill RUN [--kill rank|host|random]             kill or pause ranks of your own running job, to see that it lives
@@ -34,8 +35,7 @@ hvdtrain trains deep networks on many workers.
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 
-  COMMAND --help     the options of a command: plan --help
-  --help SECTION     its keys, and the options of each name; --help KEY: one key and its values; --help keys: all keys
+  COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY, --help keys
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     the resolved configuration, ready for --config; --version: the version
   list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take

@@ -17,6 +17,7 @@ _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
 NOT_ON_RANKS = (  # the others
     *("report", "plan", "launch", "sweep", "bench", "export", "evaluate", "predict", "sample", "drill", "replay", "lab", "schema", "list"),
+    *("lr-find", "summary"),
 )
 WHERE = "command line of launch, after --"
 RANK = "hvdtrain.cli.launch.rank"

@@ -75,7 +75,7 @@ _OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and 
 _OPTIONS_OF_MESHES = ("gflops", "inside", "between", "ranks_per_node", "measured")  # with --parallel
 
 
-class _TrainingData(NamedTuple):
+class TrainingData(NamedTuple):
     samples: int
     task: Task
     origin: str  # for people
@@ -99,7 +99,7 @@ def plan(arguments: Sequence[str]) -> int:
         raise _none_feasible(conflicts)
     limit = read_size(options.memory) if options.memory else None
     times = None if options.faults is None else read_fault_times(options.faults)
-    data = _training_data(options, config)
+    data = training_data(options, config)
     forecasts = [forecast(config, data.samples, ranks, data.task.sizes.get("context")) for ranks in options.ranks]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]
     if not feasible:
@@ -147,7 +147,7 @@ def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
     sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks
     if 1 in sizes:
         raise UserError("a pipeline has 2 ranks or more", "--ranks", "plan --pipeline --ranks 2,4, or parallel.pipeline=2")
-    task = _training_data(options, config).task
+    task = training_data(options, config).task
     plans = [pipeline_plan(config, task, size) for size in sizes]
     lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
     print_result(options.json, lines[1:], {"pipelines": [pipeline_json(each) for each in plans]})
@@ -155,7 +155,7 @@ def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
 
 
 def _plan_parallel(options: argparse.Namespace, config: Config) -> int:
-    data = _training_data(options, config)
+    data = training_data(options, config)
     plan_parallel(options, config, Data(data.task, data.samples))
     return DONE
 
@@ -171,15 +171,20 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--png")
     parser.add_argument("--parallel-picture")
     parser.add_argument("--json")
-    parser.add_argument("--samples", type=_read_count)
-    parser.add_argument("--image", type=_read_image)
-    parser.add_argument("--classes", type=_read_count)
+    add_data_options(parser)
     parser.add_argument("--all", action="store_true")
     add_options(parser)
     options, others = parser.parse_known_args(with_faults_value(with_memory_value(with_json_value(arguments))))
     defaults = [PARALLEL_RANKS] if options.parallel else [2] if options.pipeline else RANKS if options.memory is not None else _RANKS
     options.ranks = options.ranks or list(defaults)
     return options, others
+
+
+def add_data_options(parser: CommandParser) -> None:
+    """Sizes of data that are not read."""
+    parser.add_argument("--samples", type=_read_count)
+    parser.add_argument("--image", type=_read_image)
+    parser.add_argument("--classes", type=_read_count)
 
 
 def _read_count(value: str) -> int:
@@ -203,21 +208,21 @@ def _read_image(value: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
-def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData:
+def training_data(options: argparse.Namespace, config: Config) -> TrainingData:
     """From the command line; without that read as a job reads it, but for the statistics, which take a pass over all pixels."""
     given = [options.samples, options.image, options.classes]
     example = "--samples 1281167 --image 224x224x3 --classes 1000"
     if None not in given:
         origin = "by --samples, --image and --classes; no data is read"
-        return _TrainingData(options.samples, without_statistics(options.image, options.classes), origin)
+        return TrainingData(options.samples, without_statistics(options.image, options.classes), origin)
     if any(given):
-        raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
+        raise UserError("--samples, --image and --classes need each other", "command line", f"give all three: {example}")
     without_data = f"plan without data, as in {example}"
     try:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
             source = build_source(unwritten(config, Path(scratch)), "train")
             check_augmentation(config, source)
-            return _TrainingData(len(source), planned_task(config, source), f"data.name={config.data.name}")
+            return TrainingData(len(source), planned_task(config, source), f"data.name={config.data.name}")
     except FilesMissing as error:
         sizes = published(config) if config.task.name == "classification" else None
         if sizes is None:
@@ -225,7 +230,7 @@ def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData
             raise UserError(what, error.where, f"{error.fix}; or {without_data}") from None
         samples, shape, classes = sizes
         origin = f"as data.name={config.data.name} is published; its files are not here, and plan downloads nothing"
-        return _TrainingData(samples, without_statistics(shape, classes), origin)
+        return TrainingData(samples, without_statistics(shape, classes), origin)
     except UserError as error:
         raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None
 

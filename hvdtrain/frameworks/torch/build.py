@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Layout
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
+from hvdtrain.frameworks.footprint import Footprint, LayerSummary, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch import step_costs
@@ -124,6 +124,13 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
     from hvdtrain.frameworks.torch.layout import layout as layout_of  # torch.distributed.pipelining: half a second
 
     return layout_of(config, task, ranks)
+
+
+def summarize(config: Config, task: Task) -> list[LayerSummary]:
+    """The layers of the model. Raises UserError as footprint() does."""
+    from hvdtrain.frameworks.torch import summary
+
+    return summary.summarize(config, task)
 
 
 def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:

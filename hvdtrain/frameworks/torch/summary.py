@@ -1,0 +1,82 @@
+"""The layers of a model in the order of a forward pass: shapes, parameters, operations; computed on tensors without numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.frameworks.footprint import LayerSummary
+from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.step_costs import FlopCounter
+from hvdtrain.tasks.task import Task
+
+_SAMPLES = 2  # of the forward pass
+
+
+def summarize(config: Config, task: Task) -> list[LayerSummary]:
+    """Modules with parameters or operations of their own. Raises UserError where the model needs numbers to compute shapes."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = normed_model(config, task, SingleProcessCommunicator())
+            return _Calls(model, example(_SAMPLES, config, task, torch.empty(0))).rows()
+    except UserError:
+        raise
+    except Exception as error:  # of the user's model
+        what = f"{config.model.name} cannot be called without numbers: {type(error).__name__}: {first_line(error)}"
+        raise UserError(what, config.where("model.name"), "a model that needs no numbers to compute shapes") from error
+
+
+class _Calls:
+    """One forward pass, and what each module did in it."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self._model = model
+        self._outputs: dict[nn.Module, Any] = {}
+        self._flops: dict[nn.Module, int] = {}  # without those of modules inside
+        self._inside: list[int] = []  # of each call that is under way: operations of the calls inside
+        hooks = [module.register_forward_pre_hook(self._begin) for module in model.modules()]
+        hooks += [module.register_forward_hook(self._end) for module in model.modules()]
+        self._began: list[int] = []
+        try:
+            with torch.no_grad(), FlopCounter() as self._counter:
+                model.eval()(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._began.append(self._counter.flops)
+        self._inside.append(0)
+
+    def _end(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        whole = self._counter.flops - self._began.pop()
+        own = whole - self._inside.pop()
+        if self._inside:
+            self._inside[-1] += whole
+        self._flops[module] = self._flops.get(module, 0) + own
+        self._outputs[module] = outputs
+
+    def rows(self) -> list[LayerSummary]:
+        found, seen = [], set[nn.Parameter]()
+        for name, module in self._model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p not in seen]
+            seen.update(own)
+            flops = self._flops.get(module, 0)
+            if own or flops:
+                trained = sum(p.numel() for p in own if p.requires_grad)
+                outputs = _shape(self._outputs.get(module))
+                found.append(LayerSummary(name, type(module).__name__, outputs, sum(p.numel() for p in own), trained, flops // _SAMPLES))
+        return found
+
+
+def _shape(outputs: Any) -> tuple[int, ...] | None:
+    """Shape of the first tensor for one sample; None of a module that was not called, or gives something else."""
+    while isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[0]
+    return tuple(outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else None
