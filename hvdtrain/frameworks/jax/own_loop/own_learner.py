@@ -132,7 +132,7 @@ class FunctionalLearner(LoopLearner):
         one_pass = self._compiled(loss_of, has_aux)
 
         def of_batch(params: Any, *arguments: Any) -> Any:
-            batch = self._begin_passes(params)
+            batch = self._begin_passes(params, arguments)
             if at_most is None:
                 value, gradient = one_pass(params, batch.count / self._global_batch, *arguments)
             else:
@@ -152,14 +152,16 @@ class FunctionalLearner(LoopLearner):
             found = self._passes[loss_of, has_aux] = jax.jit(functools.partial(_weighted_pass, loss_of, has_aux, row_type))
         return found
 
-    def _begin_passes(self, params: Any) -> KeyedSamples:
-        """The batch that the script has."""
+    def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
+        """The batch that the script has. Raises UserError where loss_of would get another one."""
         if self._batch is None:
             fix = f"for batch in ctx.samples(dataset, batch=N): {WORDS.whole_step}"
             raise UserError("no batch of ctx.samples() is under way", _WHERE, fix)
         if self._gradient is not None:
             what = "a second gradient for one batch: the first one is that of all ranks already"
             raise UserError(what, _WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}")
+        if any(isinstance(one, KeyedSamples) and (one.step, one.count) != (self._batch.step, self._batch.count) for one in arguments):
+            raise UserError("loss_of gets another batch than that of this step", _WHERE, WORDS.gradient)
         self._check_params(params, _WHERE)
         return self._batch
 
