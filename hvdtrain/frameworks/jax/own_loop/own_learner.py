@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,47 +18,16 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.model import key_data, key_of
+from hvdtrain.frameworks.jax.model import key_data
+from hvdtrain.frameworks.jax.own_loop.compiled import WHERE, Rules, split, updated, weighted_pass
 from hvdtrain.frameworks.jax.own_loop.prepared import Tree, check_extra, check_given, tree_of_parameters, tree_of_state
+from hvdtrain.frameworks.jax.own_loop.samples import KeyedSamples
 from hvdtrain.frameworks.jax.own_loop.script import WORDS, pick_device
 from hvdtrain.frameworks.jax.strategy import whole_piece
 from hvdtrain.frameworks.learner import check_fit, gather, plain_names
-from hvdtrain.frameworks.own_loop import LoopLearner, Samples
-from hvdtrain.optim.rule import clip
+from hvdtrain.frameworks.own_loop import LoopLearner
 
-_WHERE = "ctx.value_and_grad()"
 _MOST_FUNCTIONS = 32  # that a script has: more are a new one in each step
-
-
-def _no_key() -> np.ndarray:
-    return np.zeros(2, np.uint32)
-
-
-@dataclass(frozen=True)
-class KeyedSamples(Samples):
-    """Samples that compiled functions take: a tree of their fields and numbers. The ranks' keys differ."""
-
-    key_data: Any = field(default_factory=_no_key)
-
-    @property
-    def key(self) -> jax.Array:
-        """The random key of the seed, the step and the rank, for dropout; of parts of a batch the same."""
-        return key_of(self.key_data)
-
-
-_NUMBERS = ("count", "step", "epoch", "ends_epoch", "key_data")
-
-
-def _flatten(samples: KeyedSamples) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    return (*samples.fields.values(), *(getattr(samples, name) for name in _NUMBERS)), tuple(samples.fields)
-
-
-def _unflatten(names: tuple[str, ...], children: Sequence[Any]) -> KeyedSamples:
-    fields = dict(zip(names, children[: len(names)], strict=True))
-    return KeyedSamples(fields, **dict(zip(_NUMBERS, children[len(names) :], strict=True)))
-
-
-jax.tree_util.register_pytree_node(KeyedSamples, _flatten, _unflatten)
 
 
 class FunctionalLearner(LoopLearner):
@@ -81,9 +50,9 @@ class FunctionalLearner(LoopLearner):
         self.params, paths = tree_of_parameters(params, self._device)
         self.state_tree = tree_of_state(transformation, self.params, paths, self._device)
         self._row_type = np.result_type(*(p.dtype for p in self.params.arrays))
-        self._split = jax.jit(functools.partial(_split, [(p.shape, p.dtype) for p in self.params.arrays]))
-        self._update = jax.jit(functools.partial(_updated, config, transformation.update, mesh.data.size))
-        self._passes: dict[tuple[Any, bool], Callable[..., Any]] = {}  # compiled, of each loss_of
+        self._kinds = tuple((p.shape, p.dtype) for p in self.params.arrays)
+        self._rules = Rules(transformation.update, config.optim.clip_norm, config.optim.clip_value, config.guard.nonfinite == "skip")
+        self._functions: set[Callable[..., Any]] = set()  # that were compiled
         self._bad: Any = 0.0  # this rank's share of the steps with numbers that are not finite
         self._batch: KeyedSamples | None = None  # whose step has not been made yet
         self._global_batch = 0
@@ -126,10 +95,11 @@ class FunctionalLearner(LoopLearner):
 
     def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, at_most: int | None) -> Callable[..., Any]:
         if not callable(loss_of):
-            raise UserError(f"{loss_of!r:.60} is no function", _WHERE, "def loss_of(params, batch): the mean loss over the batch")
+            raise UserError(f"{loss_of!r:.60} is no function", WHERE, "def loss_of(params, batch): the mean loss over the batch")
         if has_aux and at_most is not None:
-            raise UserError("has_aux=True with at_most=: each part would give a value of its own", _WHERE, "one of the two")
-        one_pass = self._compiled(loss_of, has_aux)
+            raise UserError("has_aux=True with at_most=: each part would give a value of its own", WHERE, "one of the two")
+        self._check_new(loss_of)
+        one_pass = functools.partial(weighted_pass, loss_of, has_aux, self._row_type if self.data.size > 1 else None)
 
         def of_batch(params: Any, *arguments: Any) -> Any:
             batch = self._begin_passes(params, arguments)
@@ -142,27 +112,27 @@ class FunctionalLearner(LoopLearner):
 
         return of_batch
 
-    def _compiled(self, loss_of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        found = self._passes.get((loss_of, has_aux))
-        if found is None:
-            if len(self._passes) == _MOST_FUNCTIONS:
-                what = f"more than {_MOST_FUNCTIONS} functions: each is compiled, so a new one in each step is slow"
-                raise UserError(what, _WHERE, "one function, defined before the loop; what changes is an argument: (params, batch, rate)")
-            row_type = self._row_type if self.data.size > 1 else None
-            found = self._passes[loss_of, has_aux] = jax.jit(functools.partial(_weighted_pass, loss_of, has_aux, row_type))
-        return found
+    def _check_new(self, loss_of: Callable[..., Any]) -> None:
+        """Raises UserError where each step has a function of its own, or one that cannot be told from others."""
+        try:
+            self._functions.add(loss_of)
+        except TypeError as error:
+            raise UserError(f"loss_of cannot be compiled: {error}", WHERE, "a plain function: def loss_of(params, batch)") from None
+        if len(self._functions) > _MOST_FUNCTIONS:
+            what = f"more than {_MOST_FUNCTIONS} functions: each is compiled, so a new one in each step is slow"
+            raise UserError(what, WHERE, "one function, defined before the loop; what changes is an argument: (params, batch, rate)")
 
     def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
         """The batch that the script has. Raises UserError where loss_of would get another one."""
         if self._batch is None:
             fix = f"for batch in ctx.samples(dataset, batch=N): {WORDS.whole_step}"
-            raise UserError("no batch of ctx.samples() is under way", _WHERE, fix)
+            raise UserError("no batch of ctx.samples() is under way", WHERE, fix)
         if self._gradient is not None:
             what = "a second gradient for one batch: the first one is that of all ranks already"
-            raise UserError(what, _WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}")
+            raise UserError(what, WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}")
         if any(isinstance(one, KeyedSamples) and (one.step, one.count) != (self._batch.step, self._batch.count) for one in arguments):
-            raise UserError("loss_of gets another batch than that of this step", _WHERE, WORDS.gradient)
-        self._check_params(params, _WHERE)
+            raise UserError("loss_of gets another batch than that of this step", WHERE, WORDS.gradient)
+        self._check_params(params, WHERE)
         return self._batch
 
     def _in_parts(self, one_pass: Callable[..., Any], params: Any, arguments: Sequence[Any], at_most: int) -> tuple[Any, Any]:
@@ -170,7 +140,7 @@ class FunctionalLearner(LoopLearner):
         batch = self._batch
         assert batch is not None
         if not any(argument is batch for argument in arguments):
-            raise UserError("at_most= divides the batch, which loss_of does not get", _WHERE, WORDS.parts)
+            raise UserError("at_most= divides the batch, which loss_of does not get", WHERE, WORDS.parts)
         number = math.ceil(math.ceil(self._global_batch / self.data.size) / at_most)
         loss: Any = 0.0
         total: Any = None
@@ -185,7 +155,7 @@ class FunctionalLearner(LoopLearner):
         """The sum over ranks of what the samples of each weigh. A collective."""
         if self.data.size > 1:
             host = self.data.allreduce(np.asarray(gradient), "gradient.0")  # the host waits for the device here
-            gradient = self._split(jax.device_put(host, self._device))
+            gradient = split(self._kinds, jax.device_put(host, self._device))
         arrays: list[jax.Array] = gradient
         return arrays
 
@@ -199,8 +169,8 @@ class FunctionalLearner(LoopLearner):
             raise UserError(what, "ctx.update()", fix)
         self.check_prepared(params, state, "ctx.update()")
         check_extra(self._transformation, extra)
-        new_params, new_state, bad = self._update(gradient, state, params, dict(extra))
-        self._bad = self._bad + bad
+        new_params, new_state, is_bad = updated(self._rules, gradient, state, params, dict(extra))
+        self._bad = self._bad + is_bad / self.data.size
         self.params, self.state_tree = _next(self.params, new_params), _next(self.state_tree, new_state)
         self._batch = self._gradient = None
         self._on_step()
@@ -244,57 +214,6 @@ class FunctionalLearner(LoopLearner):
 def build(config: Config, mesh: Mesh, model: Any, optimizer: Any, on_step: Callable[[], None], example: Any) -> FunctionalLearner:
     """The learner of framework=jax in a script's own loop."""
     return FunctionalLearner(config, mesh, model, optimizer, on_step, example)
-
-
-def _weighted_pass(loss_of: Callable[..., Any], has_aux: bool, row_type: Any, params: Any, weight: Any, *arguments: Any) -> Any:
-    """(loss, aux), and `weight` times the gradient: arrays in the order of params, or one row of that type.
-
-    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a rank without samples.
-    """
-
-    def pair_of(params: Any) -> tuple[Any, Any]:
-        found = loss_of(params, *arguments)
-        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise UserError(f"loss_of gives a {type(found).__name__}", _WHERE, "with has_aux=True a pair: the mean loss, and anything")
-        loss, aux = found if has_aux else (found, None)
-        _check_loss(loss)
-        return loss, aux
-
-    value, gradient = jax.value_and_grad(pair_of, has_aux=True)(params)
-    factor = jnp.where(jnp.isfinite(value[0]), weight, jnp.nan)
-    arrays = [jnp.where(weight == 0, jnp.zeros_like(g), g * factor.astype(g.dtype)) for g in jax.tree_util.tree_leaves(gradient)]
-    return value, arrays if row_type is None else jnp.concatenate([g.ravel().astype(row_type) for g in arrays])
-
-
-def _check_loss(loss: Any) -> None:
-    if isinstance(loss, jax.Array) and loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
-        return
-    found = f"an array of {loss.dtype} {loss.shape}" if isinstance(loss, jax.Array) else f"a {type(loss).__name__}"
-    raise UserError(f"the loss is {found}", _WHERE, "one number that depends on the parameters: the mean over this rank's samples")
-
-
-def _split(kinds: Sequence[tuple[tuple[int, ...], Any]], row: jax.Array) -> list[jax.Array]:
-    """The row as an array of each shape and number type."""
-    parts = jnp.split(row, np.cumsum([math.prod(shape) for shape, _ in kinds])[:-1])
-    return [part.reshape(shape).astype(dtype) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
-
-
-def _updated(
-    config: Config, update: Callable[..., Any], ranks: int, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
-) -> tuple[Any, Any, Any]:
-    """New parameters and state, and this rank's share of 1 where a number of the gradient is not finite."""
-    arrays, structure = jax.tree_util.tree_flatten(gradient)
-    is_bad = ~jnp.stack([jnp.isfinite(g).all() for g in arrays]).all()
-    clipped = jax.tree_util.tree_unflatten(structure, clip(arrays, config.optim.clip_norm, config.optim.clip_value, jnp))
-    updates, new_state = update(clipped, state, params, **extra)
-    new_params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)  # as optax.apply_updates() has it
-    before: Any = jax.tree_util.tree_structure(state)
-    if jax.tree_util.tree_structure(new_state) != before:
-        what = "the state of the transformation after a step is another tree than before, which no checkpoint holds"
-        raise UserError(what, "ctx.update()", "a transformation whose state has one form")
-    if config.guard.nonfinite == "skip":
-        new_params, new_state = jax.tree.map(functools.partial(jnp.where, is_bad), (params, state), (new_params, new_state))
-    return new_params, new_state, is_bad / ranks
 
 
 def _next(tree: Tree, new: Any) -> Tree:
