@@ -97,6 +97,7 @@ def train(
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     objective: str | None = None,
+    optimizer: Any = None,
     schedule: Callable[[float], float] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Run:
@@ -116,6 +117,8 @@ def train(
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
     metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
     objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
+    optimizer: a class of torch.optim or function of optax, a name as optim.name has; or a transformation of optax, which has a rate of
+        its own: the recipe multiplies it, by 1 where nothing sets optim.base_lr
     schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after recipe.warmup
     hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
@@ -123,7 +126,7 @@ def train(
     from hvdtrain.config.section import COMMAND_LINE, name_of_object
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.training.failure import report_user_errors
-    from hvdtrain.training.given import given_hooks, given_schedule
+    from hvdtrain.training.given import given_hooks, given_optimizer, given_schedule
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()
@@ -134,6 +137,11 @@ def train(
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
         of_job = given | ({"hooks": given_hooks(hooks)} if hooks else {}) | ({"recipe": given_schedule(schedule)} if schedule else {})
         names += [f"recipe.function={name_of_object(schedule)}"] if schedule else []
+        if optimizer is not None and not isinstance(optimizer, str) and not _has_path(optimizer):
+            of_job["optim"] = given_optimizer(optimizer)
+            names.append(f"optim.name={of_job['optim'].name}")
+        elif optimizer is not None:
+            names.append(f"optim.name={_yaml('optim.name', optimizer)}")
         if model is not None and "model" not in given:
             names.append(f"model.name={_yaml('model.name', model)}")
         result = run_rank(config_file, [*arguments, *names], from_script=True, given=of_job)
@@ -319,6 +327,13 @@ def _assignments(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield f"{key}={_yaml(key, value)}"
 
 
+def _public_module(value: Any) -> str:
+    """Where it is imported from: optax, of what optax has from optax._src.alias."""
+    module: str = value.__module__
+    package = module.partition("._")[0]
+    return package if getattr(sys.modules.get(package), value.__qualname__, None) is value else module
+
+
 def _yaml(key: str, value: Any) -> str:
     """A value as it is written on the command line. Raises UserError where it cannot be."""
     from hvdtrain.config.schema import takes_text
@@ -328,7 +343,7 @@ def _yaml(key: str, value: Any) -> str:
             raise UserError(
                 f"{key} is {value.__qualname__}, which has no name to import", "hvdtrain.train()", "define it at the top of the file"
             )
-        return f"{value.__module__}:{value.__qualname__}"
+        return f"{_public_module(value)}:{value.__qualname__}"
     value = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value  # of numpy
     if isinstance(value, (str, Path)):
         return str(value) if takes_text(key) else json.dumps(str(value))

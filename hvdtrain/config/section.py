@@ -82,6 +82,7 @@ class Given(NamedTuple):
     objects: Mapping[str, Any]  # whose code and values must be the same on all ranks, by what a message calls them
     at_end: Callable[[Any], None] = lambda learner: None  # once training is over, on every rank, while the ranks are connected
     framework: str | None = None  # the one that it is for
+    unset: Mapping[str, Any] = {}  # values of keys of its section, where nothing sets them
     trained: Callable[[], Any] = lambda: None  # after at_end() what a script gets in its place, if that is another object
 
 
@@ -120,5 +121,9 @@ def class_of_object(name: str) -> str:
 def go_on(section: str) -> str:
     """How a job is continued, evaluated and used whose object only a script has."""
     again = "start that script again, with resume=RUN in its hvdtrain.train()"
-    by_path = {"model": "; or model.name=package.module:Class, which makes the same model", "data": "; or other data: data.name="}
+    by_path = {
+        "optim": "; or optim.name=package.module:function, which makes the same optimizer",
+        "model": "; or model.name=package.module:Class, which makes the same model",
+        "data": "; or other data: data.name=",
+    }
     return f"{again}; hvdtrain export RUN has the weights{by_path.get(section, '')}"

@@ -122,7 +122,7 @@ def decay(config: Config) -> float | None:
     """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where the class has no decay."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay
-    constructor = plugins.load_dotted(config.optim.name, config.where("optim.name"))
+    constructor = plugins.own_function(config.optim)
     try:
         found = inspect.signature(constructor).parameters["weight_decay"].default
     except (TypeError, ValueError, KeyError):

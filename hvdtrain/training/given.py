@@ -80,6 +80,22 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
     return Given(name, task, {"loss": loss, **objects})
 
 
+def given_optimizer(optimizer: Any) -> Given:
+    """A transformation of gradients as optax has them, whose rate is its own, or a function without a name that makes one.
+
+    Raises UserError for all else.
+    """
+    init, update = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if callable(init) and callable(update):
+        objects = {"optimizer, init": init, "optimizer, update": update}
+        return Given(name_of_object(optimizer), lambda: optimizer, objects, framework="jax", unset={"base_lr": 1.0})
+    if callable(optimizer):
+        return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer})
+    what = f"optimizer is a {type(optimizer).__name__}"
+    fix = "a class of torch.optim, which gets the parameters of the model and optim.*; a transformation of optax, or its function"
+    raise UserError(what, "hvdtrain.train(), optimizer", fix)
+
+
 def given_hooks(hooks: Any) -> Given:
     """Raises UserError for what is no list of hooks."""
     found = check_hooks(hooks)
@@ -102,14 +118,19 @@ def with_given(config: Config, given: Makers) -> Config:
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
     hooks = given.get("hooks")
-    for one in given.values():
+    for section, one in given.items():
         if one.framework in (None, config.framework):
             continue
         if config.origin("framework") == DEFAULT:
             config = config.replace(framework=one.framework)
-        elif config.framework != "torch":  # which takes a model of Keras on torch, and refuses another one itself
-            what = f"model is of framework={one.framework}, and the job of framework={config.framework}"
+        elif (config.framework, one.framework) != ("torch", "keras"):  # a model of Keras on torch is one of torch; of others torch says so
+            what = f"{section} is of framework={one.framework}, and the job of framework={config.framework}"
             raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
-    sections = {section: getattr(config, section).with_given(one) for section, one in given.items() if section != "hooks"}
+    sections = {section: _with_one(getattr(config, section), one) for section, one in given.items() if section != "hooks"}
     config = config.replace(**sections)
     return config.replace(hooks=[*config.hooks, *map(name_of_object, hooks.make())]).with_given(hooks) if hooks else config
+
+
+def _with_one(section: Any, given: Given) -> Any:
+    unset = {key: value for key, value in given.unset.items() if section.origin(key) == DEFAULT}
+    return section.with_given(given).replace(**unset)

@@ -15,6 +15,7 @@ from ranks import mpirun, needs_mpirun, python
 from safetensors.numpy import load_file
 from test_jax_zero import RANKS, TASK, batch, on_ranks
 
+import hvdtrain
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
@@ -257,3 +258,65 @@ def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     for name, array in straight.items():
         assert again[name].tobytes() == array.tobytes(), name
         np.testing.assert_allclose(alone[name], array, rtol=0, atol=1e-12)
+
+
+def run_of(folder: Path, *words: str, **given: Any) -> hvdtrain.Run:
+    common = ["model.name=linear", "speed.precision=fp64", "batch.size=100", "epochs=1", "log.display=lines"]
+    return hvdtrain.train(f"run={folder}", *common, *words, **given)
+
+
+def same(a: hvdtrain.Run, b: hvdtrain.Run, tolerance: float = 1e-14) -> bool:
+    return all(np.allclose(a.weights[name], array, rtol=0, atol=tolerance) for name, array in b.weights.items())
+
+
+def test_a_script_gives_the_transformation_itself(tmp_path: Path) -> None:
+    """Its rate and its decay are its own; a rate of the recipe is a factor; functions and their names are as optim.name has them."""
+    words = ["framework=jax", "optim.base_lr=0.003", "optim.weight_decay=0.2", "optim.exclude=none"]
+    named = run_of(tmp_path / "named", *words, "optim.name=optax:adamw")
+    assert np.abs(named.weights["fc.weight"]).max() > 0.02
+    given = run_of(tmp_path / "given", optimizer=optax.adamw(0.003, weight_decay=0.2))
+    assert same(given, named), "and framework=jax follows"
+    assert "<object of optax._src.base:GradientTransformationExtraArgs" in (tmp_path / "given" / "config.yaml").read_text()
+    half = run_of(tmp_path / "half", "optim.base_lr=0.5", "optim.momentum=null", optimizer=optax.adamw(0.006, weight_decay=0.2))
+    assert same(half, named)
+    assert not same(run_of(tmp_path / "full", optimizer=optax.adamw(0.006, weight_decay=0.2)), named)
+    assert same(run_of(tmp_path / "function", *words, optimizer=optax.adamw), named, 0)
+    assert "name: optax:adamw" in (tmp_path / "function" / "config.yaml").read_text()
+    assert same(run_of(tmp_path / "text", *words, optimizer="optax.adamw"), named, 0)
+    assert same(
+        run_of(tmp_path / "lambda", *words[:2], optimizer=lambda learning_rate: optax.adamw(learning_rate, weight_decay=0.2)), named
+    )
+    run_of(tmp_path / "halted", "stop.steps=7", optimizer=optax.adamw(0.003, weight_decay=0.2))
+    again = run_of(tmp_path / "halted", "stop.steps=null", optimizer=optax.adamw(0.003, weight_decay=0.2))
+    assert again.steps == given.steps and same(again, given, 0)
+    x = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
+    assert hvdtrain.predict(given, x).shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer", "what", "fix"),
+    [
+        ([], 3, "optimizer is a int", "a class of torch.optim"),
+        (["framework=torch"], optax.sgd(0.1), "optim is of framework=jax, and the job of framework=torch", "framework=jax"),
+        (["optim.momentum=0.5"], optax.sgd(0.1), "has no momentum; it has no parameters", "leave optim.momentum out"),
+        (["optim.b2=0.5"], optax.sgd(0.1), "does not fit: got an unexpected keyword argument 'b2'", "optim.<name>=<value>"),
+        ([], optax.scale(1.0), "what it would add to the weights goes up the gradient", "optax.scale(-1.0)"),
+    ],
+)
+def test_what_is_no_transformation_is_refused(words: list[str], optimizer: Any, what: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path / "refused", *words, optimizer=optimizer)
+    assert what in f"{caught.value.what}", caught.value.what
+    assert fix in f"{caught.value.fix}", caught.value.fix
+
+
+def test_a_run_with_an_object_goes_on_in_its_script_alone(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "stop.steps=3", optimizer=optax.sgd(0.1))
+    for words, what, fix in [
+        ([f"resume={run.folder}"], "is an object of a script, and only that script has it", "optim.name=package.module:function"),
+        ([f"resume={run.folder}", "framework=jax", "optim.name=sgd"], "the checkpoint was made with optim.name=<object of", "resume=no"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            hvdtrain.train(*words)
+        assert what in f"{caught.value.what}", caught.value.what
+        assert fix in f"{caught.value.fix}", caught.value.fix

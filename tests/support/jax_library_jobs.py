@@ -12,12 +12,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax_libraries import CASES, made
 
 import hvdtrain
 
 SHAPE, CLASSES = (3, 3, 1), 3
-WORDS = ["batch.size=25", "epochs=2", "log.display=lines", "log.every_steps=4", "optim.base_lr=0.2", "optim.ema=0.5"]
+WORDS = ["batch.size=25", "epochs=2", "log.display=lines", "log.every_steps=4"]
 
 
 def data(seed: int, samples: int) -> dict[str, np.ndarray]:
@@ -43,8 +44,12 @@ MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
 }
 
 
-def train(folder: Path, name: str, model: Any, *words: str) -> hvdtrain.Run:
-    return hvdtrain.train(f"run={folder / name}", *WORDS, *words, model=model, train_data=data(0, 330), val_data=data(1, 90))
+def train(folder: Path, name: str, model: Any) -> hvdtrain.Run:
+    """By averaged weights, of equinox with parts of them on each rank; of a pair by an object of optax, whose state has no averages."""
+    words, optimizer = (["optim.base_lr=0.2", "optim.ema=0.5"], None) if name != "pair" else ([], optax.adam(0.05))
+    words += ["shard.stage=3"] if name == "equinox" else []
+    sets = {"train_data": data(0, 330), "val_data": data(1, 90)}
+    return hvdtrain.train(f"run={folder / name}", *WORDS, *words, model=model, optimizer=optimizer, **sets)
 
 
 def check(name: str, folder: Path) -> float:
@@ -56,7 +61,7 @@ def check(name: str, folder: Path) -> float:
     assert (run.pytree is model) == (name == "nnx")
     x = data(2, 31)["x"]
     expected = np.asarray(outputs(run.pytree, jnp.asarray(run.transform(x))))
-    np.testing.assert_allclose(hvdtrain.predict(run, x), expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(hvdtrain.predict(run, x, "shard.stage=0"), expected, rtol=0, atol=2e-6)
     assert run.steps == 27 and run.last > 0.6, (name, run)
     after = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) if name == "equinox" else []
     assert all(map(np.array_equal, before, after)) and len(before) == 4 * (name == "equinox")

@@ -20,7 +20,7 @@ def given_model(model: Any) -> Given | None:
     kept = Trained(model, library)
     facts = {"model, init": model[0], "model, apply": model[1]} if is_pair else {"model": type(model)}
     form = {} if library is None else {"model, its form": _ADDRESS.sub("", library.form(model))}
-    return Given(name_of_object(model[1] if is_pair else model), lambda: model, facts | form, kept.take, "jax", kept.get)
+    return Given(name_of_object(model[1] if is_pair else model), lambda: model, facts | form, kept.take, "jax", trained=kept.get)
 
 
 class Trained:
@@ -30,9 +30,9 @@ class Trained:
         self._model, self._library, self._found = model, library, None
 
     def take(self, learner: Any) -> None:
-        """Keeps the weights that an evaluation has, the averages where there are some."""
+        """Keeps the weights that an evaluation has, the averages where there are some. A collective."""
         with learner.averaged():
-            params = learner.model.tree(learner.weights)
+            params = learner.tree()
         self._found = params if self._library is None else self._library.trained(self._model, params)
 
     def get(self) -> Any:

@@ -23,6 +23,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_blocks
+from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
 from hvdtrain.frameworks.jax.sampling import Decoder
 from hvdtrain.frameworks.jax.step import AnyOptimizer, DeviceBatch, Formulas, Optimizer, Passes, Phases, WholePasses
@@ -204,6 +205,11 @@ class JaxLearner(Learner):
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
         weights = self._passes.all_weights(self.weights)
         return self._decoder.continue_sequences(weights, prompts, numbers, tokens, temperature, before_each)
+
+    def tree(self) -> Params:
+        """The parameters as init() gave them, whole. A collective."""
+        with self.target.enable_x64():
+            return self.model.tree(self._passes.all_weights(self.weights))
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return gather(self.communicator, self.pieces(), is_kept=is_kept)

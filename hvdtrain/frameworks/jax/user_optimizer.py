@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.config.plugins import fix_of_parameters, load_dotted
+from hvdtrain.config.plugins import fix_of_parameters, own_function
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import is_object
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.step import OptimizerState, Weights
@@ -33,7 +34,7 @@ class UserFunction:
     def __init__(self, config: Config) -> None:
         """Raises UserError where the function lacks what the configuration sets, or its options do not fit."""
         optim, self.name, self._where = config.optim, config.optim.name, config.where("optim.name")
-        self._function = load_dotted(self.name, self._where)
+        self._function = own_function(optim)
         signature = inspect.signature(self._function)
         has = signature.parameters
         if "learning_rate" in optim.options:
@@ -57,6 +58,8 @@ class UserFunction:
     @property
     def path(self) -> str:
         """optax.adamw, however the user wrote it, and wherever optax has it."""
+        if is_object(self.name):
+            return self.name
         module, name = self._function.__module__, getattr(self._function, "__qualname__", type(self._function).__qualname__)
         return self.name.replace(":", ".") if module.startswith("optax.") else f"{module}.{name}"
 
@@ -66,7 +69,7 @@ class UserFunction:
 
     def _set(self, key: str | None, wanted: str, value: float, signature: inspect.Signature, config: Config) -> None:
         if key is None:
-            what = f"{self.name} has no {wanted}; it has {', '.join(signature.parameters)}"
+            what = f"{self.name} has no {wanted}; it has {', '.join(signature.parameters) or 'no parameters'}"
             raise UserError(what, config.where(f"optim.{wanted}"), f"leave optim.{wanted} out, or give another function")
         self._arguments[key] = value
 

@@ -318,7 +318,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
 
 def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
     """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
-    name, where = config.optim.name, config.where("optim.name")
+    name = config.optim.name
     if is_made_with_the_model(config):
-        return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config)
+        return rule_optimizer.make_user_optimizer(plugins.own_function(config.optim), name, named, config)
     return rule_optimizer.make_optimizer(build_rule(config), named, config.optim.exclude == "norms_and_biases")

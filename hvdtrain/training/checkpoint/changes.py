@@ -187,7 +187,7 @@ def _argument(change: Change) -> str:
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
     """With these arguments more. Code and a cache that a run folder names are used only where the command names them too."""
-    sections = (config.data, config.task, config.model)
+    sections = (config.data, config.task, config.model, config.optim)
     of_script = any(
         name.startswith("__main__:") for name in (*(section.name for section in sections), *config.hooks, config.recipe.function or "")
     )
@@ -195,10 +195,8 @@ def resume_command(config: Config, run: Path, *arguments: str) -> str:
         return f"the same script, with {shlex.join([f'resume={run}', *arguments])}"
     command = [f"resume={run}"]
     for section in sections:
-        if is_users_own(section):
+        if is_users_own(section) and not section.name.startswith("torch.optim."):
             command.append(f"{section.section}.name={section.name}")
-    if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
-        command.append(f"optim.name={config.optim.name}")
     if config.recipe.function is not None:
         command.append(f"recipe.function={config.recipe.function}")
     if config.hooks:

@@ -122,7 +122,7 @@ _MOST_DEPTH = 4  # of functions in functions, and of lists in lists
 
 def given_objects(config: Config) -> dict[str, Any]:
     """By what a message calls them; data have digests of their own."""
-    sections = (config, config.data, config.task, config.model, config.recipe)
+    sections = (config, config.data, config.task, config.model, config.optim, config.recipe)
     given = [section.given for section in sections if section.given is not None]
     return {name: thing for one in given for name, thing in one.objects.items() if thing is not None}
 
