@@ -353,11 +353,11 @@ def test_names_of_classes_are_in_the_configuration_the_events_and_the_exported_f
     assert 'named ["1", "seven, grey"]' in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["torch", *["jax"] * FULL])
+def in_parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("in_parts") / "run"
     words = ["model.name=mlp", "model.widths=[9,7]", "speed.precision=fp64", "max_steps=3", "batch.size=31"]
-    trained = python(["-m", "hvdtrain", *words, "shard.stage=3", f"run={run}"])
+    trained = python(["-m", "hvdtrain", *words, f"framework={request.param}", "shard.stage=3", f"run={run}"])
     assert trained.returncode == 0, trained.stderr
     return run
 
@@ -373,8 +373,11 @@ def test_ranks_with_parts_of_the_weights_evaluate_what_one_with_all_does(in_part
     assert result.returncode == 0, result.stderr
     together = result.stdout.splitlines()
     assert together[4:] == alone[4:] and together[2:4] == alone[2:4]
-    assert together[1].endswith(", weights sharded over 2 ranks as one unit: the model has no `blocks` (ZeRO stage 3)")
-    assert alone[1] == "model    mlp: MLP, 735 parameters, torch float64 on cpu"
+    units = {"torch": "as one unit: the model has no `blocks`", "jax": "in 2 blocks with 89.1% of them, and the rest"}
+    framework = "jax" if "jax" in alone[1] else "torch"
+    assert together[1].endswith(f", weights sharded over 2 ranks {units[framework]} (ZeRO stage 3)")
+    model = {"torch": "MLP, 735 parameters, torch float64 on cpu", "jax": "mlp, 735 parameters, jax float64 on cpu:0"}
+    assert alone[1] == f"model    mlp: {model[framework]}"
     *_, in_parts_found = events(in_parts, "evaluation")
     assert in_parts_found.pop("loss") == pytest.approx(found.pop("loss"), rel=1e-12) and in_parts_found["ranks"] == 2
     ignored = {"ranks": 0, "time": 0, "evaluate_s": 0}

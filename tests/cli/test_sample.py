@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import mpirun, needs_mpirun
+from ranks import FULL, mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.sample import USAGE, sample
@@ -83,10 +83,20 @@ def test_two_ranks_draw_what_one_draws(images: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mpirun
-def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("framework", ["torch", *["jax"] * FULL])
+def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(framework: str, tmp_path: Path) -> None:
     """Of 3 images rank 0 draws one and rank 1 two, one after the other: rank 0 keeps in step with the second."""
     run, one, two = (tmp_path / name for name in ("run", "one.png", "two.png"))
-    words = ["data.name=image_tokens", "data.colours=4", *MODEL, "model.layers=2", *SHORT, "speed.precision=fp64", "shard.stage=3"]
+    words = [
+        "data.name=image_tokens",
+        "data.colours=4",
+        *MODEL,
+        "model.layers=2",
+        *SHORT,
+        "speed.precision=fp64",
+        "shard.stage=3",
+        f"framework={framework}",
+    ]
     trained = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi", f"run={run}"])
     assert trained.returncode == 0, trained.stderr
     assert main(["sample", str(run), "--count", "3", "--png", str(one)]) == 0

@@ -60,7 +60,7 @@ def test_batch_norms_are_torchs_and_a_skipped_step_leaves_their_buffers() -> Non
     ("size", "words", "model"),
     [
         (2, "", ""),
-        (2, "shard.stage=2", ""),
+        (2, "shard.stage=3", ""),
         pytest.param(3, "", "", marks=pytest.mark.slow),
         pytest.param(2, "", "model.name=resnet18 model.small_images=true", marks=pytest.mark.slow, id="norms beside each other"),
     ],

@@ -230,7 +230,7 @@ def test_the_table(matrix: Matrix) -> None:
             ],
             marks=pytest.mark.ranks4,
         ),
-        ("jax", [(3, "mpi", "shard.stage=2"), (1, "single", "shard.stage=0"), *[(2, "horovod", "shard.stage=1")] * FULL]),
+        ("jax", [(3, "mpi", "shard.stage=3"), (2, "mpi", "shard.stage=2"), *[(2, "horovod", f"shard.stage={n}") for n in (3, 1)] * FULL]),
     ],
 )
 def test_a_job_in_parts_goes_on_with_other_parts_ranks_and_engine(
