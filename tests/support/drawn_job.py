@@ -167,6 +167,8 @@ def _place(dice: random.Random, limits: Limits, framework: str, model: str, opti
     parts = [""] if framework != "torch" else ["", "comm.reduce=bucket comm.bucket_mb=0.001"]
     if framework != "numpy":
         parts += ["shard.stage=1", "shard.stage=2 comm.bucket_mb=0.001"] if optimizer != "muon" or framework == "torch" else []
+    if framework == "jax" and optimizer != "muon":
+        parts += ["shard.stage=3", "shard.stage=3 shard.reshard=false"]
     if framework == "torch":
         parts += _torch_parts(dice, engine, model, optimizer, words)
     if dice.random() < 0.03:
