@@ -153,6 +153,7 @@ VALUES: dict[str, dict[str, str]] = {
     "task.name": {
         **dict.fromkeys(("lm", "language_model", "language_modeling", "causal_lm", "next_token", "gpt"), "language"),
         **dict.fromkeys(("classify", "classifier", "image_classification"), "classification"),
+        **dict.fromkeys(("multi_label", "multi-label", "tagging"), "multilabel"),
     },
     "model.name": {
         **dict.fromkeys(("wideresnet", "wrn"), "wide_resnet"),

@@ -86,5 +86,6 @@ FEATURES: tuple[JobFeature, ...] = (
     tasks.LANGUAGE,
     tasks.IGNORED_LABEL,
     tasks.CLASSIFICATION,
+    tasks.MULTILABEL,
     comm.RANKS,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows
 )

@@ -1,4 +1,4 @@
-"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too."""
+"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too, labels that are there or not are none."""
 
 from __future__ import annotations
 
@@ -44,6 +44,16 @@ def _shares(job: PlannedJob) -> Iterator[UserError]:
     stop = config.stop.target
     if stop is not None and not 0 <= stop <= 1:
         yield UserError(f"stop.target is {stop:g}: accuracy is 0 to 1", job.where("stop.target"), "stop.target=0.9 for 90 %")
+
+
+def _keys_of_classes(job: PlannedJob) -> Iterator[UserError]:
+    """Losses of tasks that are made of several answers for each sample have no other form yet."""
+    model, name = job.config.model, job.config.task.name
+    if model.loss != "cross_entropy":
+        yield UserError(f"model.loss={model.loss} is of task.name=classification, this is {name}", job.where("model.loss"), "leave it out")
+    if model.label_smoothing:
+        what = f"model.label_smoothing={model.label_smoothing:g} is of task.name=classification and language, this is {name}"
+        yield UserError(what, job.where("model.label_smoothing"), "leave it out")
 
 
 REGRESSION = JobFeature(
@@ -101,3 +111,4 @@ IGNORED_LABEL = JobFeature(
     rules=(_loss_object,),
 )
 CLASSIFICATION = JobFeature(key="task.name", on=_is_classification, rules=(_shares,))
+MULTILABEL = JobFeature(key="task.name", on=lambda config: config.task.name == "multilabel", rules=(_keys_of_classes,))

@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
+from hvdtrain.tasks.label_counts import edges_of_bins, terms
 from hvdtrain.tasks.task import Each, Part, Place
 from hvdtrain.tasks.user_functions import Loss, OwnMetric, terms_of
 
@@ -92,6 +93,20 @@ class JaxRegression:
             "target_square": jnp.square(centred),
         }
         return Each(loss, terms)
+
+
+class JaxMultilabel:
+    """Logits (n, labels), y uint8 (n, labels). Images are uint8 (n, H, W, C)."""
+
+    def __init__(self, inputs: JaxInputs, bins: int) -> None:
+        self._inputs, self._edges = inputs, edges_of_bins(bins)
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        loss = (jnp.logaddexp(0.0, outputs) - batch["y"].astype(outputs.dtype) * outputs).mean(1)
+        return Each(loss, terms(outputs, jax.nn.sigmoid(outputs), batch["y"] > 0, self._edges))
 
 
 class JaxLanguage:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
+from hvdtrain.tasks.label_counts import edges_of_bins, terms
 from hvdtrain.tasks.task import Each, Part, Place
 from hvdtrain.tasks.user_functions import Loss, OwnMetric, is_torch_module, terms_of
 
@@ -106,6 +107,23 @@ class TorchRegression:
             "target_square": centred.square(),
         }
         return Each(loss, terms)
+
+
+class TorchMultilabel:
+    """Logits (n, labels), y uint8 (n, labels). Images are uint8 (n, C, H, W)."""
+
+    def __init__(self, inputs: TorchInputs, bins: int, place: Place) -> None:
+        self._inputs = inputs
+        lower, upper = (torch.tensor(edges, dtype=torch.float64, device=place.device) for edges in edges_of_bins(bins))
+        self._edges = lower, upper
+
+    def inputs(self, batch: Tensors) -> torch.Tensor:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        loss = functional.binary_cross_entropy_with_logits(outputs, batch["y"].to(outputs.dtype), reduction="none").mean(1)
+        logits = outputs.detach()
+        return Each(loss, terms(logits, logits.sigmoid(), batch["y"] > 0, self._edges))
 
 
 _NONE = -100  # a target that is not predicted

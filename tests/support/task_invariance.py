@@ -15,6 +15,7 @@ from hvdtrain.comm.communicator import Buffer, Communicator, Op
 NUMBERS = "data.name=own_data:numbers task.name=regression model.name=linear optim.base_lr=0.02 max_steps=12"
 CLASSES = "data.name=own_data:classes model.name=linear optim.base_lr=0.5 max_steps=12"
 PARTLY = f"{CLASSES} data.name=own_data:partly_labelled task.ignore_label=-1"
+LABELS = "data.name=own_data:labels task.name=multilabel model.name=linear optim.base_lr=1.0 max_steps=12"
 TOKENS = (  # SGD, since Adam hides wrong scales of gradients
     "data.name=own_data:tokens task.name=language model.name=gpt model.layers=1 model.width=8 model.heads=2 optim.base_lr=0.5 max_steps=12"
 )
@@ -36,6 +37,9 @@ JOBS = {
     "numpy, partly labelled": f"{PARTLY} framework=numpy batch.micro=4",
     "jax, partly labelled": f"{PARTLY} framework=jax",
     "torch, partly labelled": f"{PARTLY} batch.micro=3",
+    "numpy, labels": f"{LABELS} framework=numpy batch.micro=4",
+    "jax, labels": f"{LABELS} framework=jax",
+    "torch, labels": f"{LABELS} batch.micro=3",
     "padded": f"{TOKENS} task.ignore=0",
     "padded, micro-batches and buckets": f"{TOKENS} task.ignore=0 batch.micro=2 comm.reduce=bucket comm.bucket_mb=0.001",
     "padded, evaluated within epochs": f"{TOKENS} task.ignore=0 batch.micro=2 recipe.warmup=300tokens recipe.schedule=cosine "

@@ -1,4 +1,4 @@
-"""Regression, language with padding, a Dataset and a task of one's own: the same curve on any number of ranks, and in every framework."""
+"""Regression, labels, language with padding, a Dataset, a task of one's own: the same curve on any number of ranks, in every framework."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SAME = [  # jobs that compute the same numbers
     ["numpy, absolute", "jax, absolute", "torch, absolute"],
     ["numpy, classes", "jax, classes", "torch, classes"],
     ["numpy, partly labelled", "jax, partly labelled", "torch, partly labelled"],
+    ["numpy, labels", "jax, labels", "torch, labels"],
     ["padded", "padded, micro-batches and buckets"],
     ["padded, evaluated within epochs"],
     ["whole", "whole, micro-batches"],

@@ -1,0 +1,204 @@
+"""Several labels of a sample, each there or not: binary cross-entropy, F1, and average precision of probabilities in bins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.source import Field, Source
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.inputs import Transform, check_stats, input_stats
+from hvdtrain.tasks.label_counts import edges_of_bins, terms
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, find_field, is_users_model
+
+Objective = Literal["loss", "f1", "f1_macro", "average_precision"]
+_MOST = 2**20  # labels, and bins of all labels together: a row of bytes for each sample
+
+
+@dataclass(frozen=True)
+class Multilabel:
+    """A field x in, and of each of `labels` labels a logit out: whether the sample has it."""
+
+    x: Field
+    labels: int
+    mean: np.ndarray  # float64, of Transform
+    std: np.ndarray
+    bins: int = 100  # of probabilities, for the average precision; 0: without it
+    objective: Objective = "f1"
+
+    name = "multilabel"
+    sample_weight = 1
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {"x": self.x, "y": Field("uint8", (self.labels,), 2)}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"shape": self.x.shape or (1,), "outputs": self.labels}
+
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.x, self.mean, self.std)
+
+    @property
+    def summary(self) -> str:
+        return f"{'x'.join(map(str, self.x.shape)) or '1'} {self.x.dtype}, {self.labels:,} label{'s' * (self.labels > 1)}, each 0 or 1"
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        found = (
+            Metric("loss", ratio("loss", "count"), "min"),
+            Metric("f1", micro_f1, "max", percent=True),
+            Metric("f1_macro", macro_f1, "max", column="macro", percent=True),
+        )
+        if not self.bins:
+            return found
+        return (*found, Metric("average_precision", mean_average_precision(self.bins), "max", column="ap", percent=True))
+
+    @property
+    def sums(self) -> dict[str, int]:
+        found = {"loss": 0, **dict.fromkeys(("true_positives", "false_positives", "false_negatives"), self.labels)}
+        return found | dict.fromkeys(("positives_by_bin", "all_by_bin"), self.labels * self.bins) if self.bins else found
+
+    def weight(self, batch: Batch) -> int:
+        return len(batch["y"])
+
+    def facts(self) -> dict[str, Any]:
+        stats = {"mean": self.mean.tolist(), "std": self.std.tolist()}
+        return {"x": [self.x.dtype, list(self.x.shape)], "labels": self.labels, **stats, "bins": self.bins, "objective": self.objective}
+
+    def outputs(self, samples: int) -> str:
+        return f"logits ({samples}, {self.labels})"
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return found == (samples, self.labels)
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.torch import TorchInputs, TorchMultilabel
+
+        return TorchMultilabel(TorchInputs(self.transform, place, is_users_model(model)), self.bins, place)
+
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.jax import JaxInputs, JaxMultilabel
+
+        return JaxMultilabel(JaxInputs(self.transform, place, is_users_model(model)), self.bins)
+
+    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+        return NumpyMultilabel(self.transform, self.bins, place)
+
+
+def build(
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    users_model: bool = False,
+    *,
+    bins: int = 100,
+    objective: Literal["loss", "f1", "f1_macro", "average_precision"] = "f1",
+    standardize: bool | None = None,
+) -> Multilabel:
+    """From a field x of any shape to a row y of 0 and 1 for each sample, one of each label.
+
+    bins: of equal width, into which probabilities are counted for the average precision; 0: without it
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, f1, f1_macro, average_precision
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+
+    Raises UserError where the data lack these fields, y is not of 0 and 1, or the sets do not fit each other.
+    """
+    x, y = (find_field(train, field, name, where, of) for field, of in (("x", "numbers of any shape"), ("y", "a row of 0 and 1")))
+    for field, kind in (("x", x), ("y", y)):
+        other = find_field(val, field, name, where, "as in the training set")
+        if other.shape != kind.shape or other.dtype != kind.dtype:
+            what = f"{field} is {kind} in the training set, {other} in the validation set"
+            raise UserError(what, where, "both sets need the same fields")
+    if len(y.shape) != 1 or np.dtype(y.dtype).kind not in "iub":
+        fix = "y[:, None] for one label; np.eye(classes, dtype='uint8')[y] for classes" if not y.shape else "y.astype('uint8')"
+        raise UserError(f"task.name=multilabel needs a row of 0 and 1 for each sample; y is {y}", where, fix)
+    if not (bins == 0 or 2 <= bins <= _MOST // y.shape[0]):
+        fix = f"2 to {_MOST // y.shape[0]}, or 0 for no average precision"
+        raise UserError(f"task.bins={bins} of {y.shape[0]:,} labels", "task.bins", fix)
+    if objective == "average_precision" and not bins:
+        raise UserError("task.bins=0 leaves out the average precision, which is task.objective", "task.bins", "task.bins=100")
+    return Multilabel(x._replace(values=0), y.shape[0], *input_stats(train, standardize, users_model), bins, objective)
+
+
+def restore(facts: dict[str, Any]) -> Multilabel:
+    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    dtype, shape = facts["x"]
+    x, labels, bins = Field(np.dtype(dtype).name, tuple(shape)), facts["labels"], facts["bins"]
+    if not all(type(size) is int and size >= 1 for size in (*x.shape, labels)) or math.prod(x.shape) > 2**26 or labels > _MOST:
+        raise ValueError("impossible shape or labels")
+    if type(bins) is not int or not (bins == 0 or 2 <= bins <= _MOST // labels) or facts["objective"] not in get_args(Objective):
+        raise ValueError("impossible bins or objective")
+    mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
+    check_stats(x, mean, std)
+    return Multilabel(x, labels, mean, std, bins, facts["objective"])
+
+
+def micro_f1(sums: Sums) -> float:
+    """2 TP / (2 TP + FP + FN) of all labels together; 0 where no label is there or said."""
+    true, wrong = np.sum(sums["true_positives"]), np.sum(sums["false_positives"]) + np.sum(sums["false_negatives"])
+    return float(2.0 * true / max(2.0 * true + wrong, 1.0)) if sums["count"] else math.nan
+
+
+def macro_f1(sums: Sums) -> float:
+    """The mean over labels of each one's F1, which is 0 of a label that no sample has and the model never says."""
+    names = ("true_positives", "false_positives", "false_negatives")
+    true, false, missed = (np.asarray(sums[name], np.float64) for name in names)
+    return float(np.mean(2.0 * true / np.maximum(2.0 * true + false + missed, 1.0))) if sums["count"] else math.nan
+
+
+def mean_average_precision(bins: int) -> Callable[[Sums], float]:
+    """The mean over the labels that any sample has of the sum over bins, from the highest, of (step of recall) x precision.
+
+    It is the average precision of scores that are the number of their bin; NaN where no sample has a label.
+    """
+
+    def of(sums: Sums) -> float:
+        positives, every = (
+            np.reshape(np.asarray(sums[name], np.float64), (-1, bins))[:, ::-1] for name in ("positives_by_bin", "all_by_bin")
+        )
+        known = positives.sum(1) > 0
+        if not known.any():
+            return math.nan
+        positives, every = positives[known], every[known]  # (labels, bins)
+        precision = positives.cumsum(1) / np.maximum(every.cumsum(1), 1.0)
+        return float(np.mean((precision * positives).sum(1) / positives.sum(1)))
+
+    return of
+
+
+class NumpyMultilabel:
+    """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y uint8 (n, labels), logits (n, labels)."""
+
+    def __init__(self, transform: Transform, bins: int, place: Place) -> None:
+        self._transform, self._edges, self._dtype = transform, edges_of_bins(bins), place.dtype
+
+    def inputs(self, batch: Batch) -> np.ndarray:
+        """(n, features) in the learner's number type; n may be 0."""
+        return self._transform.flat(batch["x"], self._dtype)
+
+    def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
+        y = batch["y"].astype(self._dtype)
+        loss = (np.logaddexp(np.zeros((), outputs.dtype), outputs) - y * outputs).mean(1)
+        return Each(loss, terms(outputs, _sigmoid(outputs), batch["y"] > 0, self._edges))
+
+    def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
+        """(n, labels)"""
+        found: np.ndarray = (_sigmoid(outputs) - batch["y"].astype(self._dtype)) / outputs.shape[1]
+        return found
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-logits)) without overflow."""
+    found: np.ndarray = 0.5 * (1.0 + np.tanh(0.5 * logits))
+    return found
