@@ -388,7 +388,7 @@ class Context:
         """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps,
         the event "epoch" those of the whole epoch, when the loop asks for the batch after it. `lr` is the rate that events have.
 
-        Device scalars cost no wait, but those of JAX. The events go to the run folder's events.jsonl, the terminal, log.trackers and
+        Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal, log.trackers and
         reports, which draw `loss`. The same names on every rank.
         """
         self._need("ctx.log()")

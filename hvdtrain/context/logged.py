@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
-from hvdtrain.core.metrics import Sums, scalar
+from hvdtrain.core.metrics import Sums, check_one_number, scalar
 from hvdtrain.errors import UserError
+
+MOST_LATE = 16  # values, of steps that a device may still compute
 
 
 class Logged:
@@ -20,12 +23,23 @@ class Logged:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, float]] = {}  # name -> (value x weight added up, weights)
+        self._late: deque[tuple[str, Any, float]] = deque()  # what is not added up yet
 
     def add(self, values: dict[str, Any], weight: float) -> None:
         """Raises UserError for a value that is no number."""
         for name, value in values.items():
-            total, weights = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
+            if hasattr(value, "block_until_ready"):  # of JAX, without float64 on the device: added up on the host, some steps later
+                check_one_number(name, value, "ctx.log()")
+                self._sums.setdefault(name, (0.0, 0.0))
+                self._late.append((name, value, weight))
+            else:
+                self._put(name, value, weight)
+        while len(self._late) > MOST_LATE:
+            self._put(*self._late.popleft())
+
+    def _put(self, name: str, value: Any, weight: float) -> None:
+        total, weights = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
 
     def fingerprint(self) -> Sums:
         """A fingerprint of the names: names_fingerprint()."""
@@ -40,6 +54,8 @@ class Logged:
         return self._means(communicator)
 
     def _means(self, communicator: Communicator) -> dict[str, float]:
+        while self._late:
+            self._put(*self._late.popleft())
         sums: Sums = {}
         for name, (total, weights) in self._sums.items():
             sums |= {f"{name}.sum": total, f"{name}.weight": weights}

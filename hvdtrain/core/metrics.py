@@ -78,8 +78,15 @@ def _add(a: Any, b: Any) -> Any:
 def scalar(name: str, value: Any, where: str) -> Any:
     """A number, or a device scalar without its gradient. Raises UserError for anything else."""
     value = value.detach() if hasattr(value, "detach") else value
+    check_one_number(name, value, where)
+    value = value.reshape(()) if hasattr(value, "reshape") else value
+    return value.double() if hasattr(value, "double") else float(value)
+
+
+def check_one_number(name: str, value: Any, where: str) -> None:
+    """Raises UserError for what is neither a number nor an array of one. Reads none."""
     if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
-        return value.reshape(()).double() if hasattr(value, "double") else float(value)
+        return
     if not hasattr(value, "shape"):
         raise UserError(f"{name} is a {type(value).__name__}, not a number", where, "a number, or a tensor of one")
     what = f"{name} is of shape {tuple(value.shape)}, not one number"

@@ -18,6 +18,8 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain as ht
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.context.logged import MOST_LATE, Logged
 from hvdtrain.errors import Diverged, UserError
 from hvdtrain.frameworks.jax.own_loop.extra import from_arrays, to_arrays
 
@@ -224,6 +226,36 @@ def test_values_beside_parameters_and_state() -> None:
     broken["e.json"] = np.frombuffer(broken["e.json"].tobytes().replace(b"float64", b"nothing"), np.uint8)
     with pytest.raises(ValueError, match="nothing"):
         from_arrays(broken)
+
+
+class DeviceScalar:
+    """As JAX has it: float() of it waits for the device."""
+
+    shape = ()
+
+    def __init__(self, number: int, asked: list[int]) -> None:
+        self.number, self.asked = number, asked
+
+    def block_until_ready(self) -> None: ...
+
+    def __float__(self) -> float:
+        self.asked.append(self.number)
+        return self.number + 1e-9
+
+
+def test_what_is_logged_is_read_some_steps_later() -> None:
+    """A scalar is asked for once 16 more are there, and added up in float64."""
+    asked: list[int] = []
+    logged = Logged()
+    for number in range(40):
+        logged.add({"loss": DeviceScalar(number, asked)}, 2.0)
+        assert asked == list(range(number - MOST_LATE + 1))
+    means = logged.read(SingleProcessCommunicator(), logged.fingerprint())
+    assert means == {"loss": pytest.approx(19.5 + 1e-9, rel=1e-15)} and asked == list(range(40))
+    logged.add({"loss": jnp.ones((1, 1), jnp.float32)}, 1.0)
+    assert logged.read(SingleProcessCommunicator(), logged.fingerprint()) == {"loss": 1.0}
+    with pytest.raises(UserError, match="loss is of shape .2,., not one number"):
+        logged.add({"loss": jnp.ones(2)}, 1.0)
 
 
 class Unhashable(list[int]):
