@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from hvdtrain.config.lengths import LengthValue
 from hvdtrain.config.other_words import assignment_of, data_of_path, right_key, right_value, without_a_key
-from hvdtrain.config.schema import SECTIONS, Config, GroupConfig, PieceConfig, known_keys
+from hvdtrain.config.schema import SECTIONS, Config, GroupConfig, PieceConfig, ThawConfig, known_keys
 from hvdtrain.config.section import Provenance, Section
 from hvdtrain.errors import UserError, closest, nearest, short
 
@@ -35,6 +35,7 @@ TYPE_NAMES = {
 LISTS = {  # of entries with keys of their own
     PieceConfig: "a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]",
     GroupConfig: "a list of groups, as in [{names: '*.bias', rate: 64}]",
+    ThawConfig: "a list, as in [{at: 2, names: ['backbone.*']}]",
 }
 _OPTIONS = ("--config", "--help", "--max-time", "--print-config", "--version")  # of the command line, beside key=value
 _HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
@@ -67,7 +68,7 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
 
     `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: 'log.trackers=[wandb]'`.
     """
-    kind, default = info.annotation, info.get_default(call_default_factory=True)
+    kind, default = info.annotation, None if info.is_required() else info.get_default(call_default_factory=True)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])

@@ -145,6 +145,14 @@ class BatchConfig(Section):
     evaluate: int = Field(default=500, ge=1, le=10**9, description="samples in one forward pass of one rank during evaluation")
 
 
+class ThawConfig(Section):
+    """Frozen weights that are trained from a length on: an entry of model.thaw."""
+
+    section = "model.thaw"
+    at: PositiveLength = Field(description="length, as recipe.warmup, after which they are trained")
+    names: list[str] = Field(min_length=1, description="names of weights that model.freeze has, with * for any characters")
+
+
 class ModelConfig(OpenSection):
     """The model and its loss."""
 
@@ -184,6 +192,10 @@ class ModelConfig(OpenSection):
         default_factory=list,
         description="weights that are not trained, and norms whose running statistics stay: names, with * for any characters: "
         "['backbone.*'] (framework=torch)",
+    )
+    thaw: list[ThawConfig] = Field(
+        default_factory=list,
+        description="frozen weights, and running statistics of their norms, that are trained later: [{at: 2, names: ['backbone.*']}]",
     )
     weights_skip: list[str] = Field(
         default_factory=list, description="weights that begin as without model.weights: names, with * for any characters: ['fc.*']"

@@ -24,6 +24,7 @@ class Hyper(NamedTuple):
     step: int = 0  # updates done before this one
     noise: float = 0.0  # variance of the noise that is added to each number of the mean gradient
     sample_noise: float = 0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
+    thaw: tuple[int, ...] = ()  # updates before the first that each entry of model.thaw is trained in
     together: bool = False  # with comm.local_steps: the ranks reduce the gradient of this step, which comes before comm.local_from
 
 

@@ -76,6 +76,7 @@ FEATURES: tuple[JobFeature, ...] = (
     optim.EMA,
     data.VIEWS,
     optim.GROUPS,
+    optim.THAW,
     passes.RECOMPUTE,
     lost.LOST,
     lost.SHRINK,

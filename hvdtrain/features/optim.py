@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.recipe.recipe import Recipe
 
 
 def _rate_is_of_the_recipe(job: PlannedJob) -> Iterator[UserError]:
@@ -109,4 +112,33 @@ GROUPS = JobFeature(
             why="a class of torch.optim has one rate for all parameters",
         ),
     ),
+)
+
+
+def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
+    entries = zip(config.model.thaw, recipe.thaw, strict=True)
+    return [f"thawed after {read_length(entry.at).words()} (step {step}): {', '.join(entry.names)}" for entry, step in entries]
+
+
+# model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
+THAW = JobFeature(
+    key="model.thaw",
+    on=lambda config: bool(config.model.thaw),
+    chosen=lambda config: "model.thaw",
+    off="model.thaw=[]",
+    excludes=(
+        Exclusion(
+            "optim.name",
+            Values(is_dotted, "torch.optim.SGD"),
+            what="model.thaw is of hvdtrain's own optimizers; {config.optim.name} has one count of steps for all parameters",
+            where="model.thaw",
+            fix="a name of `list` for optim.name, or leave model.thaw out",
+        ),
+        Exclusion("optim.ema", other_than(None, 0.9)),
+        Exclusion("servers.count", above(0)),
+        Exclusion("comm.local_steps", above(1)),
+        Exclusion("parallel.dense", other_than("none", "a")),
+        Exclusion("log.noise_scale", among(True)),
+    ),
+    lines_of_recipe=_lines_of_thaw,
 )

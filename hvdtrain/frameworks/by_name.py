@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.optim.around import Averaged, Group, Grouped, number_of_group
+from hvdtrain.optim.around import Averaged, Group, Grouped, Thawing, number_of_group
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.tasks.task import Task
 
@@ -64,6 +64,8 @@ def build_rule(config: Config) -> Rule:
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
     groups = tuple(Group(group.names, group.rate, group.decay, group.momentum) for group in config.optim.groups)
     rule = Grouped(rule, groups) if groups else rule
+    if config.model.thaw:
+        rule = Thawing(rule, tuple(tuple(entry.names) for entry in config.model.thaw))
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 

@@ -78,6 +78,54 @@ class Grouped:
         return self.rule.update(g, state, P, h, ops)
 
 
+@dataclass(frozen=True)
+class Thawed:
+    """`rule` from a step on; before it weights and state stay as they are. h.step counts from that step, and is negative before."""
+
+    rule: Rule
+    entry: int  # of model.thaw
+
+    @property
+    def momentum(self) -> float:
+        return self.rule.momentum
+
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        return self
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return self.rule.init(p, ops)
+
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        return (P, state) if h.step < 0 else self.rule.update(g, state, P, h, ops)
+
+
+@dataclass(frozen=True)
+class Thawing:
+    """`rule` for every parameter, of those whose name fits an entry's patterns from a step on."""
+
+    rule: Rule
+    entries: tuple[tuple[str, ...], ...]
+
+    @property
+    def momentum(self) -> float:
+        return self.rule.momentum
+
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        rule, number = self.rule.of_parameter(name, shape, excluded), number_of_entry(name, self.entries)
+        return rule if number is None else Thawed(rule, number)
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return self.rule.init(p, ops)
+
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        return self.rule.update(g, state, P, h, ops)
+
+
+def number_of_entry(name: str, entries: Sequence[Sequence[str]]) -> int | None:
+    """Number of the first entry of model.thaw with a pattern that a name fits."""
+    return next((number for number, patterns in enumerate(entries) if number_of_group(name, patterns) is not None), None)
+
+
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
     """Number of the first pattern that a parameter's name fits."""
     return next((number for number, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), None)

@@ -135,6 +135,7 @@ def _lengths(config: Config) -> dict[str, list[float | str]]:
         "recipe.grow_at": recipe.grow_at,
         "recipe.chain": of_chain,
         "comm.local_from": [config.comm.local_from],
+        "model.thaw": [entry.at for entry in config.model.thaw],
     }
 
 

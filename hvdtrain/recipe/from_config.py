@@ -10,7 +10,7 @@ from hvdtrain.config.lengths import Length, read_length
 from hvdtrain.config.plugins import load_dotted, of_python
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError, short
-from hvdtrain.recipe.batch import Growth, batches_instead_of_decays
+from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, steps_before
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
 from hvdtrain.recipe.recipe import (
@@ -58,6 +58,7 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         local_from=time.after(0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")),
         plateau=_plateau(config, warmup_epochs(config, time, growth)),
         momentum_cycle=_momentum_cycle(config, end),
+        thaw=tuple(_steps_until(entry.at, config, time, growth) for entry in config.model.thaw),
     )
 
 
@@ -98,6 +99,12 @@ def _one_piece(config: Config, end: float) -> Schedule | None:
     if config.recipe.schedule == "one_cycle":
         return OneCycle(peak * _START, peak, peak * _END, _RISE * end, end)
     return None
+
+
+def _steps_until(length: float | str, config: Config, time: Clock, growth: Growth) -> int:
+    """Steps that come before the first that starts at the end of a length of model.thaw."""
+    epochs = time.after(0.0, read_length(length), growth, config.where("model.thaw"))
+    return math.ceil(steps_before(epochs, growth, time.dataset))
 
 
 def users_function(config: Config) -> Callable[[float], float] | None:

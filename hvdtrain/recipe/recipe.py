@@ -37,6 +37,7 @@ class Recipe:
     local_from: float = 0.0  # epochs done where comm.local_steps begins
     plateau: PlateauRule | None = None  # of recipe.schedule=plateau
     momentum_cycle: Schedule | None = None  # in the place of `momentum`
+    thaw: tuple[int, ...] = ()  # as Hyper's
 
     def at(self, progress: Progress) -> Hyper:
         """The numbers of the step that follows `progress`."""
@@ -49,6 +50,7 @@ class Recipe:
             step=progress.step,
             noise=noise_variance(self.gradient_noise, progress.step),
             sample_noise=math.sqrt(self.sample_noise * max(0.0, batch / self.base_batch - 1.0)),
+            thaw=self.thaw,
             together=progress.epochs < self.local_from,
         )
 

@@ -18,3 +18,27 @@ def frozen_jobs(folder: str, weights: str) -> None:
         words = [*JOB.split(), *way.split(), FROZEN, f"model.weights={weights}", "comm.engine=mpi", "optim.momentum=0.9"]
         for steps in (4, 9):
             hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *words)
+
+
+THAW = "[{at: 4steps, names: ['conv2*', 'norm2*']}, {at: 7steps, names: ['conv1*']}]"
+THAWED = f"model.freeze=['conv*','norm*'] model.thaw={THAW}"
+THAW_WAYS = [*WAYS[:2], "shard.stage=2", "shard.stage=3", "optim.name=adamw optim.base_lr=0.01"]
+
+
+def thawed_words(way: str) -> list[str]:
+    return [
+        *JOB.split(),
+        "model.freeze=['conv*','norm*']",
+        f"model.thaw={THAW}",
+        "optim.momentum=0.9",
+        "optim.clip_norm=0.5",
+        "norm.kind=sync",
+        *way.split(),
+    ]
+
+
+def thawed_jobs(folder: str) -> None:
+    """One after the other, each stopped between two steps at which weights are thawed, and resumed."""
+    for number, way in enumerate(THAW_WAYS):
+        for steps in (5, 9):
+            hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *thawed_words(way), "comm.engine=mpi")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pool import alone
-from pretrained_on_ranks import FROZEN, JOB, WAYS
+from pretrained_on_ranks import FROZEN, JOB, THAW_WAYS, THAWED, WAYS, thawed_words
 from ranks import mpirun, needs_mpirun
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
@@ -154,3 +155,79 @@ def test_frozen_layers_stay_on_any_number_of_ranks_and_stage(trained: Path, tmp_
         assert np.abs(found["fc.weight"] - before["fc.weight"]).max() > 1e-3
     state = [name for file in (tmp_path / "1" / "checkpoints" / "step-00000009").glob("*.safetensors") for name in load_file(file)]
     assert {name.split(".")[1] for name in state if name.startswith("s.")} == {"fc"}
+
+
+class Net(torch.nn.Module):
+    """Two layers with a batch norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = torch.nn.Linear(5, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return y
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_weights_are_thawed_as_torch_would(rule: str, tmp_path: Path) -> None:
+    """An optimizer that gets a group more after three steps: its state begins there, and so do running statistics."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(40, 5))
+    data = {"x": x, "y": x.sum(1)}
+    words = ["epochs=6", "batch.size=40", "speed.precision=fp64", f"optim.name={rule}", "optim.base_lr=0.05", "optim.weight_decay=0.01"]
+    words += ["optim.momentum=0.9", "optim.exclude=none", "optim.clip_norm=0.3", "task.standardize=false", "log.display=lines"]
+    words += ["task.name=regression", "model.freeze=['first*','norm*']", "model.thaw=[{at: 3, names: ['first*', 'norm*']}]"]
+    net = Net().double()
+    hvdtrain.train({"run": str(tmp_path / "run")}, *words, model=net, train_data=data, val_data=data)
+
+    expected = Net().double()
+    make: Any = torch.optim.SGD if rule == "sgd" else torch.optim.AdamW
+    more = {"momentum": 0.9} if rule == "sgd" else {}
+    optimizer = make(expected.last.parameters(), lr=0.05, weight_decay=0.01, **more)
+    for step in range(6):
+        expected.train()
+        trained = list(expected.parameters()) if step >= 3 else list(expected.last.parameters())
+        if step < 3:
+            expected.norm.eval()
+        if step == 3:
+            optimizer.add_param_group({"params": [*expected.first.parameters(), *expected.norm.parameters()]})
+        optimizer.zero_grad()
+        ((expected(torch.from_numpy(x)).squeeze(1) - torch.from_numpy(data["y"])) ** 2).mean().backward()
+        gradients = [p.grad for p in trained if p.grad is not None]
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients), torch.zeros(())))
+        for g in gradients:
+            g.mul_(min(1.0, 0.3 / float(norm)))
+        optimizer.step()
+    for name, array in expected.state_dict().items():
+        np.testing.assert_allclose(net.state_dict()[name].double().numpy(), array.numpy(), rtol=0, atol=1e-12, err_msg=name)
+
+
+@needs_mpirun
+def test_weights_are_thawed_on_any_number_of_ranks_and_stage(tmp_path: Path) -> None:
+    done = mpirun(2, alone("pretrained_on_ranks:thawed_jobs", str(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "thawed after 4 steps (step 4): conv2*, norm2*" in done.stdout
+    for number, way in enumerate(THAW_WAYS):
+        own = " ".join(word for word in way.split() if word.startswith("optim."))
+        hvdtrain.train({"run": str(tmp_path / f"one{number}"), "stop.steps": 9}, *thawed_words(own))
+        found, expected = (weights_of(tmp_path / name) for name in (f"{number}", f"one{number}"))
+        assert found.keys() == expected.keys()
+        for name, weight in found.items():
+            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("model.thaw=[{at: 2, names: ['fc*']}]", "fits no weight that model.freeze has"),
+        (f"{THAWED.split(' ', 1)[0]} optim.ema=0.9 model.thaw=[{{at: 2, names: ['conv1*']}}]", "model.thaw does not support optim.ema=0.9"),
+        ("model.thaw=[{at: 2}]", "has no names"),
+        ("framework=jax norm.kind=batch model.thaw=[{at: 2, names: ['fc*']}]", "framework=jax does not support model.thaw"),
+    ],
+)
+def test_what_is_not_thawed(words: str, what: str, tmp_path: Path) -> None:
+    split = [word for word in re.split(r" (?=[a-z]+\.?[a-z]*=)", words) if word]
+    with pytest.raises(UserError, match=what):
+        hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), *split)

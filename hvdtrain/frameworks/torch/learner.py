@@ -41,6 +41,7 @@ from hvdtrain.frameworks.torch.precision import Scale, loss_scale
 from hvdtrain.frameworks.torch.state import LearnerState, averaged
 from hvdtrain.frameworks.torch.step import Meter, NoMeter, Passes, Update, zero_where
 from hvdtrain.frameworks.torch.step_costs import profile
+from hvdtrain.frameworks.torch.thaw import Thaw
 from hvdtrain.tasks.task import Place, part_of
 
 
@@ -77,6 +78,7 @@ class TorchLearner(Learner):
         last = self.passes.updated_after(self.shards)
         self._update = Update(self.config, self.optimizer, self.strategy, last, self.scale, self.buffers.restore)
         self._state = LearnerState(self.model, self.optimizer, self.scale, self.strategy, self.mesh.replicas.rank == 0)
+        self._thaw = Thaw(self.model, [entry.names for entry in self.config.model.thaw], self.updated)
         rule_optimizer.fill_optimizer_state(self.optimizer)
         set_mode(self.optimizer, training=False)
 
@@ -115,6 +117,7 @@ class TorchLearner(Learner):
         if self.readers:  # a rank that reads no samples drops nothing
             seed_dropout(fold(seed, dropout_stream(self.mesh, self.readers, self.config)) & (2**63 - 1), self.device)
         rule_optimizer.set_hyper(self.optimizer, hyper)
+        self._thaw.begin_step(hyper)
         if not self.model.training:  # train() visits every module: a third of a millisecond
             self.model.train()
         set_mode(self.optimizer, training=True)
@@ -129,6 +132,7 @@ class TorchLearner(Learner):
         self.stopwatch.enter("communication")
         end_step(self.orders)
         self.strategy.reduce()
+        self._thaw.clear_gradients()
 
         self.stopwatch.enter("update")
         sums = self._counted(sums)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, nearest, short
@@ -26,6 +26,7 @@ from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.buffers import RUNNING, copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
+from hvdtrain.optim.around import number_of_entry
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
 from hvdtrain.tasks.user_tasks import Measured, OwnLoss
@@ -40,32 +41,44 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
     norm = config.norm
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
-    freeze(model, config.model.freeze, config.where("model.freeze"))
+    freeze(model, config.model)
     return model
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], where: str) -> None:
-    """No gradient for the parameters that a pattern fits, and running statistics that stay as they are.
+def freeze(model: nn.Module, config: ModelConfig) -> None:
+    """No gradient for the parameters that model.freeze fits and model.thaw does not, and running statistics that stay as they are.
 
     Raises UserError where a pattern fits nothing, or all is frozen.
     """
     names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    patterns, where = config.freeze, config.where("freeze")
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UserError(f"model.freeze: {short(pattern)} fits no weight of the model", where, nearest(pattern, names))
+    entries = [entry.names for entry in config.thaw]
+    frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    for pattern in (pattern for entry in entries for pattern in entry):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in frozen):
+            what = f"model.thaw: {short(pattern)} fits no weight that model.freeze has"
+            raise UserError(what, config.where("thaw"), nearest(pattern, frozen) if frozen else "model.freeze=[...] with it")
 
     def is_frozen(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return name in frozen and number_of_entry(name, entries) is None
 
     for name, p in model.named_parameters():
         if is_frozen(name):
             p.requires_grad_(False)
     for name, module in model.named_modules():
         if any(is_frozen(f"{name}.{buffer}".removeprefix(".")) for buffer in RUNNING if buffer in module._buffers):
-            module.train = functools.partial(_stay, module)
-            module.train()
+            stay(module)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model.freeze={list(patterns)} leaves nothing to train", where, "fewer names")
+
+
+def stay(module: nn.Module) -> None:
+    """Keeps a norm in evaluation mode."""
+    module.train = functools.partial(_stay, module)  # type: ignore[method-assign]
+    module.train()
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

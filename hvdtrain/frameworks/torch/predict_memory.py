@@ -91,7 +91,7 @@ def _count(
             learner = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
-        hyper = Hyper(1e-3, 0.9, config.optim.decay, step.samples * mesh.data.size)
+        hyper = Hyper(1e-3, 0.9, config.optim.decay, step.samples * mesh.data.size, thaw=(0,) * len(config.model.thaw))
         for p in learner.parameters:
             p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
         with learner.stopwatch.replaced_by(live):

@@ -25,7 +25,7 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import (
     name_of,
     try_step,
 )
-from hvdtrain.optim.around import Scaled, without_average
+from hvdtrain.optim.around import Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded, newton_schulz
 
 Arrays = list[torch.Tensor]  # of one dtype on one device
@@ -247,6 +247,8 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
     for group in optimizer.param_groups:
         for key in group["follow"]:
             value = 0.0 if key == "weight_decay" and group["excluded"] else getattr(hyper, key)
+            if key == "step" and isinstance(group.get("rule"), Thawed):
+                value -= hyper.thaw[group["rule"].entry]
             if key == "momentum" and "momentum" not in group:
                 group["betas"] = (value, *group["betas"][1:])
             else:
@@ -327,6 +329,7 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     if classes and theirs != ours:
         there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
         rule = without_average(optimizer.param_groups[0]["rule"]) if "rule" in optimizer.param_groups[0] else None
+        rule = rule.rule if isinstance(rule, Thawed) else rule
         own = rule.rule if isinstance(rule, Scaled) else rule
         here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
