@@ -142,6 +142,11 @@ def ccl_built() -> bool:
     return False
 
 
+def sycl_built() -> bool:
+    """False: Intel's GPUs are not used."""
+    return False
+
+
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
     """Nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here. Raises ImportError for others."""
     known = ("horovod", "horovod.torch", "horovod.tensorflow")

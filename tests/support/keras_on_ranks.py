@@ -264,6 +264,10 @@ def a_saved_model_goes_on() -> str:
     x, y = (each[:, hvd.rank()] for each in batches())
     loaded.fit(x.reshape(-1, 5), y.reshape(-1, 1), batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
     assert far(weights(loaded), weights(straight)) < NEAR
+    loaded.compile(keras.optimizers.SGD(0.1), loss=keras.losses.MeanSquaredError())
+    loaded.train_on_batch(x[0], y[0])
+    loaded.save(path.with_suffix(f".{hvd.rank()}.h5"))
+    refused("loads an optimizer without the variables of its model", lambda: hvd.load_model(path.with_suffix(f".{hvd.rank()}.h5")))
     assert type(keras.saving.load_model(path).optimizer).__mro__[1].__name__ != "Reducing"
     return ""
 
@@ -283,6 +287,8 @@ def calls_are_those_of_all_ranks() -> str:
         same(call(hvd.reducescatter, x), mean[rank * share : (rank + 1) * share])
         same(call(hvd.alltoall, x), all_rows.reshape(size, size, share, 1)[:, rank].reshape(-1, 1))
     x = keras.ops.convert_to_tensor(np.arange(rank + 1.0))
+    same(hvd.broadcast(2 + rank, 0), np.array(2, keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(2)).dtype))
+    same(hvd.allgather([1.0 * rank]), np.arange(1.0 * size).astype(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor([1.0])).dtype))
     same(hvd.allgather(x), np.concatenate([np.arange(other + 1.0) for other in range(size)]))
     rows, received = hvd.alltoall(x, splits=[1] + [0] * (size - 2) + [rank])
     assert [int(n) for n in received] == ([1] * size if rank == 0 else list(range(size)) if rank == size - 1 else [0] * size)

@@ -182,6 +182,8 @@ def calls_take_what_tensorflow_has() -> str:
         assert found.dtype == dtype
         close(tf.cast(found, tf.float64), [size, 2.0 * size])
     close(hvd.allreduce(tf.Variable(1.0 + rank), op=hvd.Max), float(size))
+    close(hvd.broadcast(2.0 + rank, 0), 2.0)
+    close(hvd.allgather([1.0 * rank]), np.arange(1.0 * size))
     close(tf.function(hvd.allgather)(tf.ones([rank + 1, 2])), np.ones((size * (size + 1) // 2, 2)))
     one, other = hvd.grouped_allreduce([tf.constant([1.0 * rank]), tf.constant([2])], op=hvd.Sum)
     close(one, [sum(range(size))])

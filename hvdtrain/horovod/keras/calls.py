@@ -33,7 +33,7 @@ def allreduce(
 ) -> Any:
     """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a former name of it."""
     (found,) = collectives.allreduce(
-        [value],
+        [_tensor(value)],
         given_op(op, average),
         name=name,
         compression=compression,
@@ -46,17 +46,17 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The values of all ranks along axis 0, whose lengths may differ, but not inside of a function that JAX compiles."""
-    return collectives.allgather([value], name=name, process_set=process_set)[0]
+    return collectives.allgather([_tensor(value)], name=name, process_set=process_set)[0]
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The value of rank `root_rank`."""
-    return collectives.broadcast(value, root_rank, name=name, process_set=process_set)
+    return collectives.broadcast(_tensor(value), root_rank, name=name, process_set=process_set)
 
 
 def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
-    return collectives.alltoall(value, splits, name=name, process_set=process_set)
+    return collectives.alltoall(_tensor(value), splits, name=name, process_set=process_set)
 
 
 def reducescatter(
@@ -69,4 +69,9 @@ def reducescatter(
 ) -> Any:
     """This rank's rows of the reduction over ranks."""
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return collectives.reducescatter([value], op, name=name, process_set=process_set, **factors)[0]
+    return collectives.reducescatter([_tensor(value)], op, name=name, process_set=process_set, **factors)[0]
+
+
+def _tensor(value: Any) -> Any:
+    """Numbers and lists as tensors of the backend; what has a shape as it is."""
+    return value if hasattr(value, "shape") else keras.ops.convert_to_tensor(value)

@@ -125,6 +125,10 @@ def load_model(
     if model.optimizer is None:
         what, fix = f"{filepath}: this model was saved without an optimizer", "keras.saving.load_model(), model.compile(optimizer=...)"
         raise BadCall(what, "hvd.load_model()", fix)
+    known = {id(variable) for variable in model.optimizer._trainable_variables}
+    if model.optimizer.built and known != {id(variable) for variable in model.trainable_variables}:
+        what = f"{filepath}: Keras {keras.__version__} loads an optimizer without the variables of its model, as from .h5 files"
+        raise BadCall(what, "hvd.load_model()", "a file whose name ends in .keras; or model.compile() with a new optimizer")
     model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **arguments)
     return model
 

@@ -36,6 +36,7 @@ from hvdtrain.horovod.basics import shutdown as shutdown
 from hvdtrain.horovod.basics import size as size
 from hvdtrain.horovod.basics import start_timeline as start_timeline
 from hvdtrain.horovod.basics import stop_timeline as stop_timeline
+from hvdtrain.horovod.basics import sycl_built as sycl_built
 from hvdtrain.horovod.call import Adasum as Adasum
 from hvdtrain.horovod.call import Average as Average
 from hvdtrain.horovod.call import Compression as Compression

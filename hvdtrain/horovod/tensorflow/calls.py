@@ -45,7 +45,7 @@ def allreduce(
             raise BadCall("slices are summed or averaged, without factors", "hvd.allreduce()", "tf.convert_to_tensor(slices)")
         return reduce_slices(tensor, op, name=name, process_set=process_set)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return collectives.allreduce([tensor], op, name=name, compression=compression, process_set=process_set, **factors)[0]
+    return collectives.allreduce([_tensor(tensor)], op, name=name, compression=compression, process_set=process_set, **factors)[0]
 
 
 def grouped_allreduce(
@@ -65,7 +65,9 @@ def grouped_allreduce(
     refuse_placements("hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     op = given_op(op, average)
-    return collectives.allreduce(tensors, op, name=name, compression=compression, process_set=process_set, **factors)
+    return collectives.allreduce(
+        [_tensor(each) for each in tensors], op, name=name, compression=compression, process_set=process_set, **factors
+    )
 
 
 def reducescatter(
@@ -95,19 +97,21 @@ def grouped_reducescatter(
     """A reducescatter() of several tensors as one request."""
     refuse_placements("hvd.reducescatter()", device_dense=device_dense)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return collectives.reducescatter(tensors, op, name=name, compression=compression, process_set=process_set, **factors)
+    return collectives.reducescatter(
+        [_tensor(each) for each in tensors], op, name=name, compression=compression, process_set=process_set, **factors
+    )
 
 
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set) -> Any:
     """The tensors of all ranks along axis 0, whose lengths may differ."""
-    return collectives.allgather([tensor], name=name, process_set=process_set)[0]
+    return collectives.allgather([_tensor(tensor)], name=name, process_set=process_set)[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """An allgather() of several tensors as one request."""
-    return collectives.allgather(tensors, name=name, process_set=process_set)
+    return collectives.allgather([_tensor(each) for each in tensors], name=name, process_set=process_set)
 
 
 def broadcast(
@@ -118,7 +122,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The tensor of rank `root_rank`."""
-    return collectives.broadcast(tensor, root_rank, name=name, process_set=process_set)
+    return collectives.broadcast(_tensor(tensor), root_rank, name=name, process_set=process_set)
 
 
 def broadcast_(
@@ -138,7 +142,7 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
-    return collectives.alltoall(tensor, splits, name=name, process_set=process_set)
+    return collectives.alltoall(_tensor(tensor), splits, name=name, process_set=process_set)
 
 
 def broadcast_object(
@@ -200,6 +204,11 @@ def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
     """Raises BadCall: there is no session to hook into."""
     what = "a SessionRunHook is of TensorFlow 1"
     raise BadCall(what, "hvd.BroadcastGlobalVariablesHook()", "hvd.broadcast_variables(variables, root_rank=0) after the first step")
+
+
+def _tensor(value: Any) -> Any:
+    """Numbers and lists as tensors; what has a shape as it is."""
+    return value if hasattr(value, "shape") else tf.convert_to_tensor(value)
 
 
 def _refuse_session(session: Any, where: str) -> None:
