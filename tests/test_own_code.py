@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -395,6 +396,19 @@ def test_what_ranks_compare_of_objects() -> None:
     def weighted(weight: float) -> Any:
         return lambda outputs, batch: weight * square(outputs, batch)
 
+    def using(thing: Any) -> Any:
+        return lambda outputs, batch: thing.square(outputs)
+
+    def of_another_process(name: str) -> ModuleType:
+        module = ModuleType(name)  # numpy and jax.numpy have a shape and a dtype, as arrays have
+        module.__dict__.update(shape=np.shape, dtype=np.dtype)
+        return module
+
+    numpy, objects = using(of_another_process("numpy")), using(np.array([object()]))
+    assert (
+        digest(Net(), numpy) == digest(Net(), using(of_another_process("numpy"))) != digest(Net(), using(of_another_process("jax.numpy")))
+    )
+    assert digest(Net(), objects) == digest(Net(), using(np.array([object()]))) != digest(Net(), using(np.array([object()] * 2)))
     names = {f"the {name} of the script" for name in ("model", "loss", "metric mae")}
     assert digest(Net()) == digest(Net()) and digest(Net()).keys() == names
     assert digest(Net(2)) != digest(Net()) and digest(nn.Dropout(0.1)) != digest(nn.Dropout(0.2))

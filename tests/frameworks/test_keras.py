@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from framework_jobs import RECIPES
+from framework_jobs import MUON, RECIPES
 from ranks import FULL, mpirun, needs_keras, needs_mpirun, needs_tensorflow, python
 
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
@@ -30,7 +30,7 @@ def trained(folder: Path, framework: str, size: int, *jobs: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def in_torch(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    return trained(tmp_path_factory.mktemp("torch"), "torch", 1, *RECIPES)
+    return trained(tmp_path_factory.mktemp("torch"), "torch", 1, *RECIPES, *MUON, "passed_on")
 
 
 def assert_near(found: Weights, expected: Weights, *recipes: str) -> None:
@@ -41,7 +41,11 @@ def assert_near(found: Weights, expected: Weights, *recipes: str) -> None:
 
 
 def test_jax_has_the_weights_of_torch(in_torch: Weights, tmp_path: Path) -> None:
-    assert_near(trained(tmp_path, "jax", 1, *RECIPES), in_torch, *RECIPES)
+    assert_near(trained(tmp_path, "jax", 1, *RECIPES, *MUON), in_torch, *RECIPES, *MUON)
+
+
+def test_numpy_has_the_linear_weights_of_torch(in_torch: Weights, tmp_path: Path) -> None:
+    assert_near(trained(tmp_path, "numpy", 1, "linear"), in_torch, "linear")
 
 
 @needs_keras
@@ -50,7 +54,7 @@ def test_jax_has_the_weights_of_torch(in_torch: Weights, tmp_path: Path) -> None
 def test_keras_has_the_weights_of_torch_on_any_number_of_ranks(backend: str, in_torch: Weights, tmp_path: Path) -> None:
     """By all recipes on one rank, by some on three with uneven shares."""
     assert_near(trained(tmp_path / "1", f"keras-{backend}", 1, *RECIPES), in_torch, *RECIPES)
-    some = list(RECIPES) if FULL else ["sgd", "lamb", "mixed"]
+    some = list(RECIPES) if FULL else ["lamb", "mixed", "convnet"]
     assert_near(trained(tmp_path / "3", f"keras-{backend}", 3, *some), in_torch, *some)
 
 
@@ -74,6 +78,19 @@ def test_a_job_of_one_backend_goes_on_in_another(in_torch: Weights, tmp_path: Pa
     some = list(RECIPES) if FULL else ["adamw", "smoothed"]
     trained(tmp_path, "keras-torch", 2, *(f"{recipe} stop.steps=17" for recipe in some))
     assert_near(trained(tmp_path, "keras-jax", 1, *(f"{recipe} stop.steps=null" for recipe in some)), in_torch, *some)
+
+
+@needs_keras
+@needs_mpirun
+def test_a_job_goes_from_framework_to_framework(in_torch: Weights, tmp_path: Path) -> None:
+    """torch, JAX on two ranks, Keras, torch on two: layers have the same names and shapes in each."""
+    ways = [("torch", 1, 17), ("jax", 2, 31), ("keras-torch", 1, 43), ("torch", 2, None)]
+    for number, (framework, size, steps) in enumerate(ways):
+        stop = "null" if steps is None else str(steps)
+        after = [f"resume={tmp_path / str(number - 1)}"] if number else []
+        job = " ".join(["passed_on", f"run={tmp_path / str(number)}", f"stop.steps={stop}", *after])
+        found = trained(tmp_path / "weights", framework, size, job)
+    assert_near(found, in_torch, "passed_on")
 
 
 @needs_keras

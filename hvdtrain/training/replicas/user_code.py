@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -165,8 +165,8 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
         yield _ADDRESS.sub("", repr(thing))
         yield [(name, _shape(array), str(array.dtype)) for name, array in thing.state_dict().items()]
         yield [sorted(_plain(module).items()) for module in thing.modules()]
-    elif isinstance(thing, type):
-        yield thing.__module__, thing.__qualname__
+    elif isinstance(thing, (type, ModuleType)):  # jax.numpy has a shape and a dtype, as arrays have
+        yield getattr(thing, "__module__", ""), getattr(thing, "__qualname__", thing.__name__)
     elif isinstance(getattr(thing, "__code__", None), CodeType):
         yield thing.__qualname__, list(_code(thing.__code__))
         if depth:
@@ -204,6 +204,8 @@ def _array(thing: Any) -> Any:
     """What identifies a NumPy array, or a tensor in host memory."""
     try:
         array = np.ascontiguousarray(thing)
+        if array.dtype.hasobject:  # whose bytes are addresses
+            return array.dtype.str, array.shape
         return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()[:12]
     except (TypeError, ValueError, RuntimeError):
         return str(thing.dtype), tuple(thing.shape)
