@@ -122,7 +122,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
-        f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
+        f"recipe  {config.optim.name}, {_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
     ]
     if (why := config.batch.origin("micro")).startswith("auto"):
         lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
@@ -266,6 +266,11 @@ def _share(count: int, size: int) -> str:
     (first, first_end), (last, last_end) = share_bounds(count, 0, size), share_bounds(count, size - 1, size)
     smallest, largest = sorted((first_end - first, last_end - last))
     return f"{largest:,}" if largest == smallest else f"{smallest:,} or {largest:,}"
+
+
+def _own_rate(config: Config) -> str:
+    """What the rate of the recipe multiplies, where a script's optimizer has one inside."""
+    return "its own rate times " if config.optim.given is not None and config.optim.given.unset else ""
 
 
 def _decay_of_class(config: Config) -> list[str]:

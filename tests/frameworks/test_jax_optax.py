@@ -269,13 +269,14 @@ def same(a: hvdtrain.Run, b: hvdtrain.Run, tolerance: float = 1e-14) -> bool:
     return all(np.allclose(a.weights[name], array, rtol=0, atol=tolerance) for name, array in b.weights.items())
 
 
-def test_a_script_gives_the_transformation_itself(tmp_path: Path) -> None:
+def test_a_script_gives_the_transformation_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its rate and its decay are its own; a rate of the recipe is a factor; functions and their names are as optim.name has them."""
     words = ["framework=jax", "optim.base_lr=0.003", "optim.weight_decay=0.2", "optim.exclude=none"]
     named = run_of(tmp_path / "named", *words, "optim.name=optax:adamw")
     assert np.abs(named.weights["fc.weight"]).max() > 0.02
     given = run_of(tmp_path / "given", optimizer=optax.adamw(0.003, weight_decay=0.2))
     assert same(given, named), "and framework=jax follows"
+    assert "GradientTransformationExtraArgs>, its own rate times lr 1\n" in capsys.readouterr().out
     assert "<object of optax._src.base:GradientTransformationExtraArgs" in (tmp_path / "given" / "config.yaml").read_text()
     half = run_of(tmp_path / "half", "optim.base_lr=0.5", "optim.momentum=null", optimizer=optax.adamw(0.006, weight_decay=0.2))
     assert same(half, named)
