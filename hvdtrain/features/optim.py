@@ -8,7 +8,7 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_set, other_than, value_of
 from hvdtrain.recipe.recipe import Recipe
 
 
@@ -120,25 +120,21 @@ def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
     return [f"thawed after {read_length(entry.at).words()} (step {step}): {', '.join(entry.names)}" for entry, step in entries]
 
 
+def _thaw_conflicts(job: PlannedJob) -> Iterator[UserError]:
+    config, where = job.config, job.where("model.thaw")
+    if is_dotted(config.optim.name):
+        what = f"model.thaw is of hvdtrain's own optimizers; {config.optim.name} has one count of steps for all parameters"
+        yield UserError(what, where, "a name of `list` for optim.name, or leave model.thaw out")
+    for key, usual in (
+        ("optim.ema", None),
+        ("servers.count", 0),
+        ("comm.local_steps", 1),
+        ("parallel.dense", "none"),
+        ("log.noise_scale", False),
+    ):
+        if value_of(config, key) != usual:
+            yield UserError(f"model.thaw does not support {as_set(config, key)}", where, f"leave {key} or model.thaw out")
+
+
 # model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
-THAW = JobFeature(
-    key="model.thaw",
-    on=lambda config: bool(config.model.thaw),
-    chosen=lambda config: "model.thaw",
-    off="model.thaw=[]",
-    excludes=(
-        Exclusion(
-            "optim.name",
-            Values(is_dotted, "torch.optim.SGD"),
-            what="model.thaw is of hvdtrain's own optimizers; {config.optim.name} has one count of steps for all parameters",
-            where="model.thaw",
-            fix="a name of `list` for optim.name, or leave model.thaw out",
-        ),
-        Exclusion("optim.ema", other_than(None, 0.9)),
-        Exclusion("servers.count", above(0)),
-        Exclusion("comm.local_steps", above(1)),
-        Exclusion("parallel.dense", other_than("none", "a")),
-        Exclusion("log.noise_scale", among(True)),
-    ),
-    lines_of_recipe=_lines_of_thaw,
-)
+THAW = JobFeature(key="model.thaw", on=lambda config: bool(config.model.thaw), rules=(_thaw_conflicts,), lines_of_recipe=_lines_of_thaw)
