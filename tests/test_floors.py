@@ -45,6 +45,9 @@ ALLOWED = {  # the only files that may import these
     "mlflow": ("events/trackers/mlflow.py",),
     "wandb": ("events/trackers/wandb.py",),
     "optuna": ("cli/sweep/optuna_study.py",),
+    "h5py": ("data/datasets/hdf5.py",),
+    "zarr": ("data/datasets/zarr.py",),
+    "pyarrow": ("data/datasets/parquet.py",),
     "pynvml": ("training/telemetry/energy.py",),
     "pickle": ("data/worker_pool.py",),  # between a rank and its own workers, through a pipe
 }

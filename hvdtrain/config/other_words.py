@@ -138,7 +138,12 @@ NO_KEYS = {
 }
 
 # endings of files that a function of the user's reads
-_TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".json", ".jsonl", ".npz", ".npy", ".pt", ".h5", ".hdf5", ".arrow", ".feather")
+_TABLES = (".xlsx", ".json", ".jsonl", ".npy", ".pt", ".arrow", ".feather")
+# endings of files -> the data.name that reads them
+_STORED = {
+    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz", ".zarr": "zarr"},
+    **{".h5": "hdf5", ".hdf5": "hdf5", ".nc": "netcdf", ".nc4": "netcdf"},
+}
 
 # key -> word, in lower case -> the value
 VALUES: dict[str, dict[str, str]] = {
@@ -204,6 +209,9 @@ VALUES: dict[str, dict[str, str]] = {
 def data_of_path(value: Any) -> str | None:
     """What to write for a path in the place of a data set's name: data.name=folder data.root=photos; None for what is no path."""
     path = str(value)
+    stored = _STORED.get(os.path.splitext(path.rstrip("/"))[1].lower())
+    if stored is not None:
+        return f"data.name={stored} data.root={short(path)} (docs/science-data.md)"
     if path.lower().endswith(_TABLES):
         return f"data.name=mydata:load, where load() in mydata.py is yours and reads {short(path)} (docs/own-data.md)"
     if path.lower().endswith(".txt"):

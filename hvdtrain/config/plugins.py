@@ -27,7 +27,11 @@ from hvdtrain.errors import UserError, closest, nearest, short
 # Names that share a file. Every other name is that of its file, and needs no line here.
 ALIASES: dict[str, dict[str, str]] = {
     "comm": {"single": "communicator"},
-    "data/datasets": {"mnist": "idx", "fashion_mnist": "idx", "kmnist": "idx", "cifar10": "cifar", "cifar100": "cifar"},
+    "data/datasets": {
+        **dict.fromkeys(("mnist", "fashion_mnist", "kmnist"), "idx"),
+        **dict.fromkeys(("cifar10", "cifar100"), "cifar"),
+        **dict.fromkeys(("hdf5", "netcdf"), "hdf5"),
+    },
     "events/trackers": {},
     "frameworks": {},
     **{f"frameworks/{name}/models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)} for name in ("jax", "torch")},

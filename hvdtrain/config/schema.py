@@ -28,7 +28,7 @@ class DataConfig(OpenSection):
     name: str = Field(
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, webdataset, synthetic, "
-        "image_tokens, text, or package.module:function of your own",
+        "image_tokens, text; files of science: hdf5, netcdf, zarr, parquet, csv, npz; or package.module:function of your own",
     )
     root: str | None = Field(default=None, description="folder that holds the data; default: the data set's own")
     stage: str | None = Field(
@@ -70,7 +70,8 @@ class DataConfig(OpenSection):
         default=None,
         ge=0,
         le=1024,
-        description="processes that read for this rank and each set: image files with data.packed=false, by default 0 (threads decode); "
+        description="processes that read for this rank and each set: image files with data.packed=false and files of science, by default 0 "
+        "(threads decode); "
         "a torch Dataset of your own, by default num_workers of its DataLoader, else 0 (the rank reads its samples itself, between steps)",
     )
 

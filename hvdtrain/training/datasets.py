@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
+from hvdtrain.data.stored.source import read_by
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
@@ -152,7 +153,7 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
         return _open_own(config, split)
     make = _plugin(config).build
     options = plugins.convert_options(config.data, "data/datasets")
-    _check_workers(config, options.get("packed", _default_of(make, "packed")))
+    _check_workers(config, make, options)
     root = _root(config)
     if config.data.stage is not None:
         root, options = stage_data(config.data.name, root, options, config.data.stage, config.where("data.stage"))
@@ -163,12 +164,13 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     if isinstance(found, ImageSource):
         found = found.cropped(config.augment.resized_crop)
         return found.read_by(config.data.workers) if config.data.workers else found
-    return found
+    return read_by(found, config.data.workers) if config.data.workers else found
 
 
-def _check_workers(config: Config, packed: object) -> None:
-    """Raises UserError where there is nothing that worker processes would read; packed: of a data set of image files, else None."""
-    if config.data.workers is None or packed is False:
+def _check_workers(config: Config, make: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Raises UserError where there is nothing that worker processes would read. make: build() of the data set."""
+    packed = options.get("packed", _default_of(make, "packed"))  # of a data set of image files, else None
+    if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
         return
     what = f"data.workers={config.data.workers} are processes that decode images or read a Dataset of your own; "
     what += f"data.name={config.data.name} has " + ("its pixels in array files (data.packed=true)" if packed else "threads")

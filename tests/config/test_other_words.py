@@ -71,12 +71,13 @@ def is_right(*arguments: str) -> bool:
         (["--deepspeed", "ds.json"], "docs/memory.md lists DeepSpeed's keys"),
         (["data=./photos"], "data is a section: write data.name=folder data.root=./photos; "),
         (["data.name=/data/photos"], "data.name=folder data.root=/data/photos"),
+        (["data=x.csv"], "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)"),
+        (["data.name=x.CSV"], "data.name=csv data.root=x.CSV"),
+        (["run.nc"], "write data.name=netcdf data.root=run.nc"),
         (
-            ["data=x.csv"],
-            "data is a section: write data.name=mydata:load, where load() in mydata.py is yours and reads x.csv (docs/own-data.md)",
+            ["data=x.json"],
+            "data is a section: write data.name=mydata:load, where load() in mydata.py is yours and reads x.json (docs/own-data.md)",
         ),
-        (["data.name=x.CSV"], "data.name=mydata:load, where load() in mydata.py is yours and reads x.CSV"),
-        (["x.csv"], "write data.name=mydata:load, where load() in mydata.py is yours and reads x.csv"),
         (["data.name=book.txt"], "data.name=text data.root=book.txt"),
     ],
 )

@@ -25,7 +25,8 @@ def test_every_name_loads() -> None:
 
 def test_known_names() -> None:
     images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"}
-    assert images | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
+    stored = {"hdf5", "netcdf", "csv", "npz"}
+    assert images | stored | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax", "keras"}
     assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}

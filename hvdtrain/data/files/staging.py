@@ -24,6 +24,7 @@ from hvdtrain.errors import UserError
 _WITHOUT_FILES = ("digits", "synthetic")
 _READ_ONCE = ("image_tokens", "text")  # and kept in memory
 _USER_IMAGES = ("folder", "webdataset")  # never downloaded; the arrays and the index made of them go into the stage, too
+_USER_TABLES = ("csv", "hdf5", "netcdf", "npz", "parquet", "zarr")  # never downloaded
 _IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
 _SELECTIONS: dict[str, tuple[FileSelection, ...]] = {  # what a data set reads below its root; any other reads all of it
     **{name: (FileSelection(f"{folder}/raw", "*-ubyte*"), FileSelection("", "*-ubyte*")) for name, folder in _IDX_FOLDERS.items()},
@@ -78,13 +79,16 @@ def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: st
         raise UserError(f"{name} has no files, there is nothing to stage", where, "leave data.stage out, or choose another data.name")
     if name in _READ_ONCE:
         raise UserError(f"{name} reads its files once, at the start: a copy would be read once, too", where, "leave data.stage out")
-    if name in _USER_IMAGES and root is None:
+    if name in (*_USER_IMAGES, *_USER_TABLES) and root is None:
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
+    if name in _USER_TABLES and (source.is_file() or source.suffix == ".zarr"):
+        what = f"data.stage copies a folder of files, and data.root is {source.name} alone"
+        raise UserError(what, where, "data.root=FOLDER, with this file in it; or leave data.stage out")
     stage = _user_folder(folder, source, where)
     target = stage / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
     if not ensure_staged(name, source, target, where):
-        downloads = name not in _USER_IMAGES and options.get("download", True)
+        downloads = name not in (*_USER_IMAGES, *_USER_TABLES) and options.get("download", True)
         return StagedData(stage / "download" if downloads else root, options)
     if name in _USER_IMAGES:
         options = {"cache": target / "decoded", **options}

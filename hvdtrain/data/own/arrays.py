@@ -13,7 +13,7 @@ from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
 
-_MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
+MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
 
 
 def is_array(value: object) -> bool:
@@ -83,7 +83,7 @@ def has_channels_first(shape: tuple[int, ...]) -> bool:
 
 
 def _are_labels(y: np.ndarray, samples: int) -> bool:
-    return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.max() < _MOST_CLASSES
+    return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.max() < MOST_CLASSES
 
 
 TARGETS = ("y", "label", "labels", "target")  # the first of them that a table has is y

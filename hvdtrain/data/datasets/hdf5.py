@@ -1,0 +1,276 @@
+"""Arrays of HDF5 files, netCDF-4 among them: chunks are found once, then read and unpacked without the library, by several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, no_such, whole
+from hvdtrain.errors import UserError, first_line
+
+_SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
+_BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
+_DAMAGE = (OSError, RuntimeError, ValueError, KeyError)  # what h5py raises
+_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+
+
+def build(
+    name: str,
+    root: Path | None,
+    split: Split,
+    *,
+    fields: dict[str, str | list[str]] | None = None,
+    dtypes: dict[str, str] | None = None,
+    split_by: str | None = None,
+    split_val: list[int | str] | None = None,
+    cache_mb: int = 256,
+) -> Source:
+    """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with data.val_share or data.split_by.
+
+    fields: the array of each field, {x: /fields/u, y: /labels}; "/fields/u[:, 0:3]" is a part, a list is stacked behind the axis of the
+    samples, {split} in a name is train or val (default: arrays x and y)
+    dtypes: number types that fields are converted to, {x: float32}
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_val: values of split_by that validate
+    cache_mb: most megabytes of decoded chunks that a rank keeps for each set
+
+    Raises UserError without h5py, and where files are damaged, lack a field, or hold no numbers.
+    """
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    return build_stored(name, root, split, (".h5", ".hdf5", ".hdf", ".nc", ".nc4"), Hdf5File.of, wanted)
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise UserError("HDF5 and netCDF files need the package h5py", "data.name", "pip install 'hvdtrain[hdf5]'") from None
+    return h5py
+
+
+@contextlib.contextmanager
+def _opened(file: FileOnDisk) -> Iterator[Any]:
+    """The file by the library, which a script may open too. Raises UserError where it is none of HDF5, or has changed."""
+    with file.opened() as raw:
+        beginning = raw.read(0, min(3, file.size))
+    try:
+        opened = _h5py().File(file.path, "r")
+    except OSError as error:
+        if beginning == b"CDF":
+            fix = f"nccopy -k nc4 {file.path.name} new.nc"
+            raise UserError("the file is of netCDF's classic format, which is not HDF5", str(file.path), fix) from None
+        raise cut_off(file.path, f"it is no HDF5 file ({first_line(error)})") from None
+    with opened:
+        yield opened
+
+
+@dataclass(frozen=True)
+class Hdf5File:
+    file: FileOnDisk
+
+    @staticmethod
+    def of(path: Path) -> Hdf5File:
+        file = FileOnDisk.of(path)
+        with _opened(file):
+            return Hdf5File(file)
+
+    @property
+    def names(self) -> list[str]:
+        found: list[str] = []
+
+        def visit(name: str, entry: Any) -> None:
+            if hasattr(entry, "dtype") and entry.dtype.kind in "iufb" and entry.shape:
+                found.append(f"/{name}")
+
+        with _opened(self.file) as file:
+            file.visititems(visit)
+        return found
+
+    def array(self, name: str) -> StoredArray:
+        with self._dataset(name) as dataset:
+            check_dtype(dataset.dtype, name, self.file.path)
+            return self._array(dataset, name)
+
+    def _array(self, dataset: Any, name: str) -> StoredArray:
+        shape, dtype = dataset.shape, np.dtype(dataset.dtype)
+        is_plain = shape and not dataset.file.userblock_size and not any(word in dataset.attrs for word in _PACKING)
+        if is_plain and dataset.chunks is None and dataset.id.get_offset() is not None:
+            return PlainRows(self.file, dataset.id.get_offset(), dtype, shape)
+        if is_plain and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
+            return Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
+        rows = dataset.chunks[0] if dataset.chunks else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        return ThroughLibrary(self.file, name, _unpacked_dtype(dataset), shape, _edges(shape[0] if shape else 0, rows))
+
+    @contextlib.contextmanager
+    def _dataset(self, name: str) -> Iterator[Any]:
+        """An array by the library. Raises UserError where there is none, it is damaged, or its numbers are in another file."""
+        with _opened(self.file) as file:
+            try:
+                if name not in file:
+                    raise no_such(name, self.names, self.file.path)
+                dataset = file[name]
+                if not hasattr(dataset, "chunks"):
+                    raise no_such(f"array {name}, which is a group", self.names, self.file.path)
+                if dataset.is_virtual or dataset.external or Path(dataset.file.filename) != self.file.path:
+                    what = f"the numbers of {name} are in another file, to which this one has a link"
+                    raise UserError(what, str(self.file.path), "the file that has them as data.root, or h5repack")
+                yield dataset
+            except _DAMAGE as error:
+                raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
+
+    def columns(self, names: list[str]) -> Blocks | None:
+        return None
+
+    def values(self, name: str) -> np.ndarray:
+        with self._dataset(name) as dataset:
+            if len(dataset.shape) != 1:
+                what = f"{name} is of shape {dataset.shape}, expected one value for each sample"
+                raise UserError(what, str(self.file.path), "another array as data.split_by")
+            if dataset.dtype.kind in "SO":
+                return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
+            return np.asarray(dataset[:])
+
+
+def _edges(rows: int, of_block: int) -> np.ndarray:
+    return np.minimum(np.arange(0, rows + of_block, of_block), rows).astype(np.int64)
+
+
+def _filters(dataset: Any) -> tuple[int, ...] | None:
+    """The filters in the order in which they were applied; None where there is another one than shuffle and deflate."""
+    plist = dataset.id.get_create_plist()
+    found = tuple(plist.get_filter(number)[0] for number in range(plist.get_nfilters()))
+    return found if set(found) <= {_SHUFFLE, _DEFLATE} else None
+
+
+def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Offset in the file, bytes and mask of left-out filters of each chunk, in the grid of chunks; 0 bytes: never written."""
+    grid = tuple(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    offsets, sizes, masks = np.zeros(grid, np.int64), np.zeros(grid, np.int64), np.zeros(grid, np.int32)
+
+    def note(chunk: Any) -> None:
+        place = tuple(first // size for first, size in zip(chunk.chunk_offset, dataset.chunks, strict=True))
+        offsets[place], sizes[place], masks[place] = chunk.byte_offset, chunk.size, chunk.filter_mask
+
+    dataset.id.chunk_iter(note)
+    return offsets, sizes, masks
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """A chunked array, uncompressed or by deflate, with or without the shuffle of bytes. A block is the chunks of the same rows."""
+
+    file: FileOnDisk
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    filters: tuple[int, ...]
+    fill: Any
+    offsets: np.ndarray
+    sizes: np.ndarray
+    masks: np.ndarray
+    edges: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edges", _edges(self.shape[0], self.chunks[0]))
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        rows = int(self.edges[block + 1] - self.edges[block])
+        found = np.empty((rows, *box.shape), self.dtype)
+        grid = [range(low // size, -(-high // size)) for low, high, size in zip(box.first, box.last, self.chunks[1:], strict=True)]
+        with self.file.opened() as file:
+            for inner in itertools.product(*grid):
+                place = (block, *inner)
+                count = int(self.sizes[place])
+                into, of = self._overlap(inner, box)
+                if count:
+                    raw = file.read(int(self.offsets[place]), count)
+                    found[(slice(None), *into)] = self._unpacked(raw, place)[(slice(0, rows), *of)]
+                else:
+                    found[(slice(None), *into)] = self.fill
+        return found
+
+    def _overlap(self, inner: tuple[int, ...], box: Box) -> tuple[list[slice], list[slice]]:
+        """Where a chunk is in the box, and what of the chunk that is."""
+        into, of = [], []
+        for number, size, low, high in zip(inner, self.chunks[1:], box.first, box.last, strict=True):
+            first, last = max(low, number * size), min(high, (number + 1) * size)
+            into.append(slice(first - low, last - low))
+            of.append(slice(first - number * size, last - number * size))
+        return into, of
+
+    def _unpacked(self, raw: bytes, place: tuple[int, ...]) -> np.ndarray:
+        """The numbers of a chunk, whole. Raises UserError where they are not as many as they have to be."""
+        wanted = math.prod(self.chunks) * self.dtype.itemsize
+        for number, kind in reversed(list(enumerate(self.filters))):
+            if int(self.masks[place]) >> number & 1:
+                continue
+            raw = _inflated(raw, wanted) if kind == _DEFLATE else _unshuffled(raw, self.dtype.itemsize)
+        if len(raw) != wanted:
+            raise cut_off(self.file.path, f"a chunk of {self.name}, {place}, cannot be unpacked")
+        return np.frombuffer(raw, self.dtype).reshape(self.chunks)
+
+
+def _inflated(raw: bytes, most: int) -> bytes:
+    """At most so many bytes; none where they are damaged."""
+    unpack = zlib.decompressobj()
+    try:
+        found = unpack.decompress(raw, most)
+        return found if unpack.eof or not unpack.decompress(unpack.unconsumed_tail, 1) else b""
+    except zlib.error:
+        return b""
+
+
+def _unshuffled(raw: bytes, item: int) -> bytes:
+    """Bytes of numbers, of which all first bytes came first, then all second ones."""
+    numbers = len(raw) // item
+    array = np.frombuffer(raw, np.uint8)
+    return np.ascontiguousarray(array[: numbers * item].reshape(item, numbers).T).tobytes() + raw[numbers * item :]
+
+
+def _unpacked_dtype(dataset: Any) -> np.dtype[Any]:
+    """Type of the numbers that a packed array of netCDF stands for: float32 of up to 16 bits, else float64."""
+    if not any(word in dataset.attrs for word in _PACKING[:2]):
+        return whole(dataset.dtype)
+    return np.dtype("float32" if dataset.dtype.itemsize <= 2 else "float64")
+
+
+@dataclass(frozen=True, eq=False)
+class ThroughLibrary:
+    """An array that h5py reads, with one lock for all threads: of other filters, of packed numbers, or without a place in the file."""
+
+    file: FileOnDisk
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    edges: np.ndarray
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        with Hdf5File(self.file)._dataset(self.name) as dataset:
+            raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
+            return _values_of(raw, dict(dataset.attrs), self.dtype)
+
+
+def _values_of(raw: np.ndarray, attributes: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
+    """Numbers by netCDF's conventions (CF 1.11, 2.5.1 and 8.1): missing ones NaN, all others raw * scale_factor + add_offset."""
+    missing = [attributes[word] for word in _PACKING[2:] if word in attributes]
+    absent = np.isin(raw, np.concatenate([np.ravel(one) for one in missing])) if missing else None
+    found = raw.astype(dtype)
+    for word, operate in (("scale_factor", np.multiply), ("add_offset", np.add)):
+        if word in attributes:
+            found = operate(found, dtype.type(np.ravel(attributes[word])[0]))
+    if absent is not None and absent.any() and dtype.kind == "f":
+        found[absent] = np.nan
+    return found

@@ -1,0 +1,151 @@
+"""Arrays of .npz files: those that numpy.savez wrote are read row by row from the archive, those of savez_compressed whole."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, no_such
+from hvdtrain.errors import UserError, first_line
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's member: signature, lengths of its name and of what follows
+_HEADER_BYTES = 2**16  # at most, of an array
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
+
+
+def build(
+    name: str,
+    root: Path | None,
+    split: Split,
+    *,
+    fields: dict[str, str | list[str]] | None = None,
+    dtypes: dict[str, str] | None = None,
+    split_by: str | None = None,
+    split_val: list[int | str] | None = None,
+    cache_mb: int = 256,
+) -> Source:
+    """Arrays of train.npz and val.npz in data.root, of several such files, or of one file with data.val_share or data.split_by.
+
+    fields: the array of each field, {x: inputs, y: labels}; "inputs[:, 0:3]" is a part, a list is stacked (default: arrays x and y)
+    dtypes: number types that fields are converted to, {x: float32}
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_val: values of split_by that validate
+    cache_mb: most megabytes of decoded blocks that a rank keeps for each set
+
+    Raises UserError where files are damaged, lack a field, or hold pickled objects, which are never loaded.
+    """
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    return build_stored(name, root, split, (".npz",), NpzFile.of, wanted)
+
+
+@dataclass(frozen=True)
+class NpzFile:
+    file: FileOnDisk
+    members: dict[str, zipfile.ZipInfo]
+
+    @staticmethod
+    def of(path: Path) -> NpzFile:
+        """Raises UserError where it is no archive of arrays."""
+        file = FileOnDisk.of(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist() if info.filename.endswith(".npy")}
+        except (OSError, *_DAMAGE) as error:
+            raise cut_off(path, f"it is no .npz archive ({first_line(error)})") from None
+        return NpzFile(file, members)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.members)
+
+    def array(self, name: str) -> StoredArray:
+        if name not in self.members:
+            raise no_such(name, self.names, self.file.path)
+        info = self.members[name]
+        if info.compress_type == zipfile.ZIP_STORED:
+            return self._stored(info, name)
+        try:
+            with zipfile.ZipFile(self.file.path) as archive, archive.open(info) as member:
+                dtype, shape, _ = _array_header(member)
+        except _DAMAGE as error:
+            raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
+        check_dtype(dtype, name, self.file.path)
+        return WholeMember(self.file, name, dtype, shape)
+
+    def _stored(self, info: zipfile.ZipInfo, name: str) -> StoredArray:
+        """A member that lies in the archive as it is."""
+        path = self.file.path
+        with self.file.opened() as file:
+            signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(info.header_offset, _LOCAL_HEADER.size))
+            start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+            if signature != b"PK\3\4":
+                raise cut_off(path, f"{name} is not where its archive says")
+            head = io.BytesIO(file.read(start, min(_HEADER_BYTES, info.file_size)))
+        try:
+            dtype, shape, is_fortran = _array_header(head)
+        except _DAMAGE as error:
+            raise cut_off(path, f"{name}: {first_line(error)}") from None
+        check_dtype(dtype, name, path)
+        found = PlainRows(self.file, start + head.tell(), dtype, shape)
+        if head.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize != info.file_size:
+            raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
+        return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
+
+    def columns(self, names: list[str]) -> Blocks | None:
+        return None
+
+    def values(self, name: str) -> np.ndarray:
+        """Texts are read too."""
+        if name not in self.members:
+            raise no_such(name, self.names, self.file.path)
+        return _load(self.file, name)
+
+
+def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Type, shape and whether the first axis is the fastest; the file is then at the numbers. Raises ValueError."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(file)
+    return dtype, shape, is_fortran
+
+
+def _load(file: FileOnDisk, name: str) -> np.ndarray:
+    """A whole array. Raises UserError where it is damaged, by its checksum too, or has objects."""
+    with file.opened():  # that it has not changed
+        pass
+    try:
+        with np.load(file.path, allow_pickle=False) as archive:
+            return np.asarray(archive[name])
+    except (OSError, *_DAMAGE) as error:
+        raise cut_off(file.path, f"{name}: {first_line(error)}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class WholeMember:
+    """An array that can only be read whole: compressed, or stored by columns. It is one block."""
+
+    file: FileOnDisk
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    edges: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edges", np.array([0, *self.shape[:1]], np.int64))
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        found = _load(self.file, self.name)
+        if found.shape != self.shape or found.dtype != self.dtype:
+            raise UserError(f"{self.name} is {found.dtype} {found.shape} now", str(self.file.path), "start again")
+        return found[(slice(None), *box.slices)]

@@ -1,0 +1,193 @@
+"""What every data set of stored arrays is made by: its files opened, its fields found and compared, its split by a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.config.read import expand
+from hvdtrain.data.own.arrays import TARGETS
+from hvdtrain.data.own.as_source import CheckedSource
+from hvdtrain.data.source import Field, Source, Split
+from hvdtrain.data.stored.cache import BlockCache
+from hvdtrain.data.stored.files import files_of_split
+from hvdtrain.data.stored.images import images_of
+from hvdtrain.data.stored.selection import name_and_words, select
+from hvdtrain.data.stored.source import Part, Selected, StoredSamples, StoredSource
+from hvdtrain.data.stored.stored_array import PlainRows, StoredFile, whole
+from hvdtrain.data.subset import subset
+from hvdtrain.errors import UserError
+
+Open = Callable[[Path], StoredFile]
+_FIELDS = "data.fields={x: NAME, y: NAME}"
+_VALIDATE = ("val", "valid", "validation")
+_TRAIN = ("train", "training")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options that all these data sets have."""
+
+    fields: Mapping[str, str | list[str]] | None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    split_by: str | None = None
+    split_val: Sequence[int | str] | None = None
+    cache_mb: int = 256
+
+
+def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str, ...], open_file: Open, wanted: Wanted) -> Source:
+    """The samples of a split, read lazily. open_file: of a path, which is pickled by the arrays it gives.
+
+    Raises UserError without a root, for a field that the files lack, and for files that do not fit each other.
+    """
+    if root is None:
+        fix = f"data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
+        raise UserError(f"data.name={name} needs data.root", "data.root", fix)
+    _check(wanted)
+    paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
+    files = [open_file(path) for path in paths]
+    fields = _fields(wanted, split, files[0], paths[0])
+    samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", files, paths, fields, wanted)
+    source = StoredSource(samples)
+    if not len(source):
+        raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
+    checked = images_of(source) or CheckedSource(source, samples.name)
+    if wanted.split_by is not None:
+        return subset(checked, _of_split(files, paths, wanted, split))
+    if split == "val" and not of_split_alone and not _names_split(wanted):
+        what = f"{paths[0].name} has all samples, and no validation set of its own"
+        fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
+        raise UserError(what, str(paths[0]), fix)
+    return checked
+
+
+def _check(wanted: Wanted) -> None:
+    if wanted.cache_mb < 1:
+        raise UserError(f"data.cache_mb={wanted.cache_mb} is no memory", "data.cache_mb", "megabytes, as 256")
+    if wanted.split_val is not None and wanted.split_by is None:
+        raise UserError("data.split_val are values of a column, and there is no data.split_by", "data.split_val", "data.split_by=COLUMN")
+    for name, dtype in (wanted.dtypes or {}).items():
+        if dtype not in ("float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "bool"):
+            raise UserError(f"data.dtypes has {name} as {dtype!r:.40}", "data.dtypes", "float32, float64, int64, uint8, ...")
+        if wanted.fields is not None and name not in wanted.fields:
+            raise UserError(f"data.dtypes names the field {name}, which data.fields lacks", "data.dtypes", f"{', '.join(wanted.fields)}")
+
+
+def _names_split(wanted: Wanted) -> bool:
+    return any("{split}" in text for texts in (wanted.fields or {}).values() for text in _listed(texts))
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[str, list[str]]:
+    """Arrays of each field, as written: data.fields, else x and y of the file, else of a table the target and all other columns."""
+    if wanted.fields is not None:
+        for name, texts in wanted.fields.items():
+            if not name.isidentifier() or not _listed(texts):
+                raise UserError(f"data.fields has a field named {name!r:.40}", "data.fields", f"names of fields are words: {_FIELDS}")
+        return {name: [text.replace("{split}", split) for text in _listed(texts)] for name, texts in wanted.fields.items()}
+    names = [name for name in file.names if name != wanted.split_by]
+    target = next((name for name in TARGETS if name in names or f"/{name}" in names), None)
+    if target is None or (len(names) < 2):
+        raise UserError(f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}", str(path), _FIELDS)
+    known = {name.lstrip("/"): name for name in names}
+    others = [name for name in names if name.lstrip("/") != target]
+    inputs = [known["x"]] if "x" in known else others
+    if len(inputs) > 1 and file.columns(inputs) is None:
+        raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), _FIELDS)
+    return {"x": inputs, "y": [known[target]]}
+
+
+def _samples(name: str, files: list[StoredFile], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted) -> StoredSamples:
+    keys = count()
+    arrays = [
+        {field_name: list(_selected(file, path, texts, keys)) for field_name, texts in fields.items()}
+        for file, path in zip(files, paths, strict=True)
+    ]
+    kinds = {field_name: _kind(field_name, arrays[0][field_name], wanted) for field_name in fields}
+    parts = tuple(_part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True))
+    return StoredSamples(kinds, tuple(part for part in parts if part.samples), name, BlockCache(wanted.cache_mb * 10**6))
+
+
+def _selected(file: StoredFile, path: Path, texts: list[str], keys: Iterator[int]) -> Iterator[Selected]:
+    """Each array of a field with what is selected of it; columns that a table reads together are one array."""
+    pairs = [name_and_words(text) for text in texts]
+    together = file.columns([name for name, _ in pairs]) if len(pairs) > 1 and not any(words for _, words in pairs) else None
+    if together is not None:
+        shown = ", ".join(texts)
+        yield Selected(together, select("", together.shape, shown, str(path)), together.dtype, next(keys), shown, str(path))
+        return
+    for text, (name, words) in zip(texts, pairs, strict=True):
+        array = file.array(name)
+        if not array.shape:
+            raise UserError(f"{name} is a single number, not one row for each sample", str(path), _FIELDS)
+        yield Selected(array, select(words, array.shape, text, str(path)), array.dtype, next(keys), text, str(path))
+
+
+def _kind(name: str, arrays: list[Selected], wanted: Wanted) -> Field:
+    """Type and shape of a field, of its arrays in the first file."""
+    asked = (wanted.dtypes or {}).get(name)
+    dtype = np.dtype(asked) if asked else whole(np.result_type(*(one.array.dtype for one in arrays)))
+    shape = arrays[0].shape
+    return Field(str(dtype), shape if len(arrays) == 1 else (len(arrays), *shape))
+
+
+def _part(arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted) -> Part:
+    """One file's samples. Raises UserError where its arrays do not fit each other, or the first file's."""
+    lengths = {one.text: one.selection.samples for group in arrays.values() for one in group}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{text} {length}" for text, length in lengths.items())
+        raise UserError(f"the arrays do not have the same samples: {shown}", str(path), "one row of each array for each sample")
+    found = {}
+    for name, group in arrays.items():
+        kind = kinds[name]
+        for one in group:
+            shape = one.shape if len(group) == 1 else (len(group), *one.shape)
+            if shape != kind.shape or (
+                whole(np.result_type(*(each.array.dtype for each in group))) != kind.dtype and name not in wanted.dtypes
+            ):
+                what = f"{name} is {whole(one.array.dtype)} {shape}, and {kind.dtype} {kind.shape} in the first array or file"
+                raise UserError(
+                    what, str(path), "the same type and shape everywhere; data.dtypes={" + name + ": float32} converts the type"
+                )
+            _check_block(one, path, wanted)
+        found[name] = tuple(Selected(one.array, one.selection, np.dtype(kind.dtype), one.key, one.text, one.where) for one in group)
+    return Part(next(iter(lengths.values())), found)
+
+
+def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
+    """Raises UserError where one block would take more memory than all blocks may."""
+    if isinstance(one.array, PlainRows) or len(one.array.edges) < 2:
+        return
+    rows = int(np.diff(one.array.edges).max())
+    block_mb = rows * int(np.prod(one.selection.box.shape, dtype=np.int64)) * one.array.dtype.itemsize / 1e6
+    if block_mb > wanted.cache_mb:
+        what = (
+            f"{one.text} is stored in blocks of {rows:,} samples, {block_mb:,.0f} MB, which are read whole; data.cache_mb={wanted.cache_mb}"
+        )
+        raise UserError(what, str(path), f"data.cache_mb={2 * int(block_mb) + 1}, or write it again in smaller blocks (chunks, row groups)")
+
+
+def _of_split(files: list[StoredFile], paths: list[Path], wanted: Wanted, split: Split) -> np.ndarray:
+    """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there are none."""
+    assert wanted.split_by is not None
+    values = np.concatenate([file.values(wanted.split_by) for file in files])
+    if wanted.split_val is not None:
+        known = [value for value in values.tolist() if value in wanted.split_val]
+        mask = np.isin(values, np.array(wanted.split_val, values.dtype) if values.dtype.kind in "iufb" else wanted.split_val)
+        chosen = np.flatnonzero(mask == (split == "val")) if known else np.empty(0, np.int64)
+    elif values.dtype.kind == "U":
+        chosen = np.flatnonzero(np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE))
+    else:
+        raise UserError(f"{wanted.split_by} has numbers: which of them validate?", "data.split_by", "data.split_val=[4]")
+    if not len(chosen):
+        shown = ", ".join(map(str, np.unique(values)[:12].tolist()))
+        what = f"no sample is of {split}: {wanted.split_by} has the values {shown}"
+        raise UserError(what, str(paths[0]), "data.split_val=[VALUE, ...], those that validate; or the words train and val")
+    return chosen.astype(np.int64, copy=False)

@@ -1,0 +1,57 @@
+"""Decoded blocks in memory, up to so many bytes: a block that several threads need is decoded by one of them, once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+import numpy as np
+
+
+class BlockCache:
+    """The blocks that were used last. A copy in another process begins empty."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.decoded = 0  # blocks, so far
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[Hashable, Future[np.ndarray]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BlockCache, (self.most_bytes,)
+
+    def get(self, key: Hashable, decode: Callable[[], np.ndarray]) -> np.ndarray:
+        """A block, read-only; decode() makes one that is not here. Safe to call from several threads. Raises what decode() raises."""
+        with self._lock:
+            found = self._blocks.get(key)
+            if found is None:
+                pending = self._blocks[key] = Future()
+            else:
+                self._blocks.move_to_end(key)
+        return found.result() if found is not None else self._decode(key, pending, decode)
+
+    def _decode(self, key: Hashable, pending: Future[np.ndarray], decode: Callable[[], np.ndarray]) -> np.ndarray:
+        try:
+            block = decode()
+        except BaseException as error:
+            with self._lock:
+                del self._blocks[key]
+            pending.set_exception(error)
+            raise
+        block.setflags(write=False)
+        pending.set_result(block)
+        with self._lock:
+            self.decoded += 1
+            self._bytes += block.nbytes
+            self._evict(key)
+        return block
+
+    def _evict(self, newest: Hashable) -> None:
+        """Removes the oldest blocks but the newest one; what is being decoded does not count yet."""
+        for key in [key for key, block in self._blocks.items() if block.done() and key != newest]:
+            if self._bytes <= self.most_bytes:
+                return
+            self._bytes -= self._blocks.pop(key).result().nbytes

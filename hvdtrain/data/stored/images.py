@@ -1,0 +1,69 @@
+"""Stored pixels with labels as images with classes: what arrays of the same numbers in memory would be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.data.channel_stats import ChannelStats, sampled_stats, stats_of_images
+from hvdtrain.data.own.arrays import MOST_CLASSES, as_images
+from hvdtrain.data.source import LARGE_BYTES, ImagesBase, read_labels
+from hvdtrain.data.stored.source import StoredSource
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class StoredImages(ImagesBase):
+    """Images (H, W, C) of a field x of uint8 (H, W, C), (C, H, W) or (H, W), with labels from 0 on."""
+
+    source: StoredSource
+    shape: tuple[int, int, int]
+    classes: int
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.source.notes
+
+    @property
+    def where(self) -> str:
+        return self.source.where
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def labels(self) -> np.ndarray:
+        labels = self.source.known_labels()
+        assert labels is not None
+        return labels
+
+    def read(self, indices: np.ndarray) -> Batch:
+        pixels = as_images(self.source.read_field("x", indices) if self.source.pool is None else self.source.read(indices)["x"])
+        assert pixels is not None
+        return {"x": np.ascontiguousarray(pixels), "y": read_labels(self.labels(), indices)}
+
+    def stats(self) -> ChannelStats:
+        """Exact over all images up to 1 GiB of pixels, else of at most 2,000."""
+        is_large = len(self) * math.prod(self.shape) > LARGE_BYTES
+        return sampled_stats(self) if is_large else stats_of_images(self, np.arange(len(self)))
+
+    def image_digest(self, seed: int) -> str:
+        return self.source.digests(seed)["arrays"]
+
+
+def images_of(source: StoredSource) -> StoredImages | None:
+    """The source as images with classes; None where its fields are none."""
+    if set(source.fields) != {"x", "y"}:
+        return None
+    x = source.fields["x"]
+    one = as_images(np.empty((1, *x.shape), x.dtype))
+    labels = source.known_labels() if one is not None else None
+    if one is None or labels is None or labels.dtype.kind == "b" or not len(labels) or labels.min() < 0 or labels.max() >= MOST_CLASSES:
+        return None
+    _, height, width, channels = one.shape
+    return StoredImages(source, (height, width, channels), int(labels.max()) + 1)

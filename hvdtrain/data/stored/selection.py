@@ -1,0 +1,100 @@
+"""What of a stored array a field is: `/fields/u[:, 0:3, ::2]`, by numpy's own words, with a slice of the samples first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+_PART = re.compile(r"\s*(?:(-?\d*):(-?\d*)(?::(-?\d*))?|(-?\d+)|\[([\d\s,-]*)\])\s*")  # a slice, a number or a list
+_FIX = "NAME[samples, axis, ...], of slices (0:3, ::2), numbers and lists ([0, 2]): /fields/u[:, 0:3]"
+
+
+class Box(NamedTuple):
+    """The smallest part of a row that has all that is selected, along each axis: [first, last)."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(last - first for first, last in zip(self.first, self.last, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.first, self.last))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Samples first + i * step for i < samples, and of each row what pick() takes of its box."""
+
+    first: int
+    step: int
+    samples: int
+    box: Box
+    inside: tuple[slice | int | np.ndarray, ...]  # of the box; a number removes its axis
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """(n, *selected) of (n, *box.shape)."""
+        for axis in reversed(range(len(self.inside))):
+            index = self.inside[axis]
+            if not isinstance(index, slice):
+                rows = rows[(slice(None),) * (axis + 1) + (index,)]
+        return rows
+
+
+def name_and_words(text: str) -> tuple[str, str]:
+    """`/fields/u` and `:, 0:3` of `/fields/u[:, 0:3]`."""
+    name, bracket, words = text.partition("[")
+    return name.strip(), words.rstrip()[:-1] if bracket and words.rstrip().endswith("]") else words
+
+
+def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selection:
+    """What `words`, as `:, 0:3`, are of an array of this shape; without words all of it. Raises UserError where it has no such part."""
+    parts = _parts(words, text, where) or [slice(None)]
+    if not isinstance(parts[0], slice) or (parts[0].step or 1) < 1:
+        raise UserError(f"{text} does not begin with a slice of the samples", where, _FIX)
+    if len(parts) > len(shape):
+        raise UserError(f"{text} has {len(parts)} axes, and the array is of shape {shape}", where, "leave axes out")
+    first, last, step = parts[0].indices(shape[0])
+    samples = len(range(first, last, step))
+    lows, highs, inside = [], [], []
+    for axis, size in enumerate(shape[1:], 1):
+        part = parts[axis] if axis < len(parts) else slice(None)
+        try:
+            chosen = np.atleast_1d(np.arange(size)[part])
+        except IndexError:
+            raise UserError(f"{text} is outside of the array, of shape {shape}", where, f"0 to {size - 1} along axis {axis}") from None
+        if not len(chosen):
+            raise UserError(f"{text} selects nothing along axis {axis} of the array, of shape {shape}", where, _FIX)
+        low, high = int(chosen.min()), int(chosen.max()) + 1
+        is_whole = len(chosen) == high - low and bool((np.diff(chosen) == 1).all())
+        lows.append(low)
+        highs.append(high)
+        inside.append(0 if isinstance(part, int) else slice(None) if is_whole else chosen - low)
+    return Selection(first, step, samples, Box(tuple(lows), tuple(highs)), tuple(inside))
+
+
+def _parts(words: str, text: str, where: str) -> list[slice | int | list[int]]:
+    parts: list[slice | int | list[int]] = []
+    rest = words
+    while rest.strip():
+        found = _PART.match(rest)
+        if found is None or (rest[found.end() :] and rest[found.end()] != ","):
+            raise UserError(f"{text} cannot be read", where, _FIX)
+        start, stop, step, number, listed = found.groups()
+        if number is not None:
+            parts.append(int(number))
+        elif listed is not None:
+            parts.append([int(one) for one in re.findall(r"-?\d+", listed)])
+        else:
+            if step == "0":
+                raise UserError(f"{text} has a step of 0", where, _FIX)
+            parts.append(slice(*(int(one) if one else None for one in (start, stop, step))))
+        rest = rest[found.end() + 1 :]
+    return parts

@@ -1,0 +1,226 @@
+"""StoredSource: fields of samples from arrays in files, of which a read decodes each block once and a cache keeps the last ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdtrain.core.arrays import digest
+from hvdtrain.core.progress import fold
+from hvdtrain.data.source import Field, Source, check_indices, smallest
+from hvdtrain.data.stored.cache import BlockCache
+from hvdtrain.data.stored.selection import Selection
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray
+from hvdtrain.data.worker_pool import WorkerPool
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+_DIGEST_PLACES, _DIGEST_ROWS, _DIGEST_VALUES = 8, 16, 2**22
+_DRAWN = 0x73746F72  # a stream of counters apart from those of the sampler
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """Part of a stored array; `key` tells its blocks from those of others in the cache."""
+
+    array: StoredArray
+    selection: Selection
+    dtype: np.dtype[Any]  # that rows are converted to
+    key: int
+    text: str  # in data.fields
+    where: str  # its file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        inside = zip(self.selection.inside, self.selection.box.shape, strict=True)
+        return tuple(size if isinstance(part, slice) else len(part) for part, size in inside if not isinstance(part, int))
+
+    def read_into(self, out: np.ndarray, samples: np.ndarray, cache: BlockCache) -> None:
+        """Rows of rising samples, int64 (n,), into out (n, *shape)."""
+        rows = self.selection.first + samples * self.selection.step
+        if isinstance(self.array, PlainRows):
+            box = self.selection.box
+            out[:] = self._converted(self.selection.pick(self.array.read(rows)[(slice(None), *box.slices)]))
+            return
+        blocks = np.searchsorted(self.array.edges, rows, "right") - 1
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+            number = int(blocks[start])
+            block = cache.get((self.key, number), partial(self._decode, self.array, number))
+            out[start:end] = block[rows[start:end] - self.array.edges[number]]
+
+    def _decode(self, array: Blocks, block: int) -> np.ndarray:
+        return np.ascontiguousarray(self._converted(self.selection.pick(array.decode(block, self.selection.box))))
+
+    def _converted(self, rows: np.ndarray) -> np.ndarray:
+        """The rows in the field's number type. Raises UserError where that would change a whole number, or make one of a fraction."""
+        with np.errstate(invalid="ignore"):
+            found = rows.astype(self.dtype, copy=False)
+        if self.dtype.kind in "iub" and self.dtype != rows.dtype and (wrong := found != rows).any():
+            what = f"{self.text} has {rows[wrong].flat[0]}, which is no {self.dtype}"
+            raise UserError(what, self.where, "leave this field out of data.dtypes, or correct the data")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Samples of one file: for each field one array, or several along a new axis behind that of the samples."""
+
+    samples: int
+    arrays: Mapping[str, tuple[Selected, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """What a worker process has: parts in order, read by index."""
+
+    fields: Mapping[str, Field]
+    parts: tuple[Part, ...]
+    name: str  # for messages
+    cache: BlockCache
+    defined_at = "hvdtrain/data/stored"
+
+    @property
+    def ends(self) -> np.ndarray:
+        return np.cumsum([part.samples for part in self.parts])
+
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
+        """Readable.read_into(); samples are the same in every epoch."""
+        order = np.argsort(indices, kind="stable")
+        rising = indices[order]
+        ends = self.ends
+        edges = np.searchsorted(rising, [0, *ends])
+        for name, field_ in self.fields.items():
+            found = np.empty((len(indices), *field_.shape), field_.dtype)
+            for part, first, last, end in zip(self.parts, edges, edges[1:], ends, strict=False):
+                if first < last:
+                    self._read_part(found[first:last], part, name, rising[first:last] - (end - part.samples))
+            arrays[name][order] = found
+
+    def _read_part(self, out: np.ndarray, part: Part, name: str, samples: np.ndarray) -> None:
+        arrays = part.arrays[name]
+        for channel, array in enumerate(arrays):
+            array.read_into(out if len(arrays) == 1 else out[:, channel], samples, self.cache)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSource:
+    """Samples of files, read when a step needs them; a block that several samples of a read are in is decoded once.
+
+    At most cache.most_bytes of decoded blocks stay in memory, and those that are being read.
+    """
+
+    samples: StoredSamples
+    notes: tuple[str, ...] = ()  # for the user
+    pool: WorkerPool | None = None
+    _known: dict[str, Any] = field(default_factory=dict)  # what is computed once: labels, the digest
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.samples.fields
+
+    @property
+    def where(self) -> str:
+        return self.samples.name
+
+    def __len__(self) -> int:
+        return int(self.samples.ends[-1])
+
+    def read_by(self, workers: int) -> StoredSource:
+        """A source that so many processes read, each with its part of the cache."""
+        cache = BlockCache(self.samples.cache.most_bytes // workers)
+        return replace(self, pool=WorkerPool(replace(self.samples, cache=cache), workers))
+
+    def read(self, indices: np.ndarray) -> Batch:
+        check_indices(indices, len(self))
+        if self.pool is None:
+            found = {name: np.empty((len(indices), *kind.shape), kind.dtype) for name, kind in self.fields.items()}
+            self.samples.read_into(found, indices, None)
+            return found
+        order = np.argsort(indices, kind="stable")  # a worker gets neighbours: few blocks are decoded by two of them
+        return {name: _unsorted(rows, order) for name, rows in self.pool.read(indices[order], None).items()}
+
+    def read_field(self, name: str, indices: np.ndarray) -> np.ndarray:
+        """One field of samples, in this process."""
+        alone = replace(self.samples, fields={name: self.fields[name]})
+        found = {name: np.empty((len(indices), *self.fields[name].shape), self.fields[name].dtype)}
+        alone.read_into(found, indices, None)
+        return found[name]
+
+    def known_labels(self) -> np.ndarray | None:
+        """All of y where it is one whole number for each sample, which are read once."""
+        y = self.fields.get("y")
+        if y is None or y.shape or np.dtype(y.dtype).kind not in "iub":
+            return None
+        return np.asarray(self._once("labels", lambda: smallest(self._all("y"))))
+
+    def _all(self, name: str) -> np.ndarray:
+        pieces = range(0, len(self), 2**20)
+        return np.concatenate([self.read_field(name, np.arange(start, min(len(self), start + 2**20))) for start in pieces])
+
+    def digests(self, seed: int) -> dict[str, str]:
+        """A digest of all labels and of some samples at fixed places."""
+        return self.identity()
+
+    def identity(self) -> dict[str, str]:
+        return {"arrays": str(self._once("digest", self._digest))}
+
+    def _digest(self) -> str:
+        values = sum(int(np.prod(kind.shape)) for kind in self.fields.values())
+        rows = max(1, min(_DIGEST_ROWS, _DIGEST_VALUES // (_DIGEST_PLACES * max(1, values))))
+        drawn = fold(_DRAWN, np.arange(_DIGEST_PLACES, dtype=np.uint64)) % np.uint64(len(self))
+        places = (drawn.astype(np.int64)[:, None] + np.arange(rows)).ravel()
+        indices = np.unique(np.minimum(places, len(self) - 1))
+        found = {name: self.read_field(name, indices) for name in self.fields}
+        labels = self.known_labels()
+        return digest(found if labels is None else found | {"labels": labels})
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        with self._lock:
+            if name not in self._known:
+                self._known[name] = compute()
+            return self._known[name]
+
+    @property
+    def rows_of_block(self) -> int | None:
+        """Neighbouring samples that are decoded together: the most of any array; None where each is read alone."""
+        sizes = [
+            int(np.diff(one.array.edges).max()) // one.selection.step
+            for part in self.samples.parts
+            for arrays in part.arrays.values()
+            for one in arrays
+            if not isinstance(one.array, PlainRows)
+        ]
+        return max(sizes, default=None) if max(sizes, default=1) > 1 else None
+
+
+def stored_in(source: Source) -> StoredSource | None:
+    """The source of files that a source is part of, or checks; None of any other."""
+    while not isinstance(source, StoredSource):
+        inner = getattr(source, "source", None)
+        if inner is None:
+            return None
+        source = inner
+    return source
+
+
+def read_by(source: Source, workers: int) -> Source:
+    """The source with so many processes that read its files."""
+    if isinstance(source, StoredSource):
+        return source.read_by(workers)
+    return replace(source, source=read_by(source.source, workers))  # type: ignore[type-var, attr-defined]
+
+
+def _unsorted(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+    found = np.empty_like(rows)
+    found[order] = rows
+    return found

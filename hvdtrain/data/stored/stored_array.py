@@ -1,0 +1,95 @@
+"""An array in a file: rows that are read alone by their place in it, or blocks of rows that are decoded together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.data.stored.files import FileOnDisk
+from hvdtrain.data.stored.selection import Box
+from hvdtrain.errors import UserError
+
+
+class Blocks(Protocol):
+    """An array whose rows are stored in blocks, as compressed ones are. A worker process gets a copy, pickled."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def edges(self) -> np.ndarray:
+        """int64 (blocks + 1,): block b has the rows edges[b] ... edges[b + 1] - 1."""
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError where the block is damaged."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlainRows:
+    """An array that lies in a file as it would in memory, row after row."""
+
+    file: FileOnDisk
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError where the file is cut off."""
+        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        flat = found.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else found
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        with self.file.opened() as file:
+            for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+                raw = file.read(self.offset + int(rows[start]) * self.row_bytes, int(end - start) * self.row_bytes)
+                flat[start:end] = np.frombuffer(raw, np.uint8).reshape(end - start, -1)
+        return found
+
+
+StoredArray = PlainRows | Blocks
+
+
+class StoredFile(Protocol):
+    """A file, or a folder that is one, with arrays or columns by name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all arrays or columns that hold numbers."""
+
+    def array(self, name: str) -> StoredArray:
+        """Raises UserError where there is none of this name, or it has no numbers."""
+
+    def columns(self, names: list[str]) -> Blocks | None:
+        """Several columns as one array (n, columns), where the format reads them together; None: each is read by itself."""
+
+    def values(self, name: str) -> np.ndarray:
+        """All of a column of numbers or texts (n,). Raises UserError where there is none."""
+
+
+def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
+    """Raises UserError for what is no number of at most 64 bits: objects, which could only be unpickled, texts, records."""
+    if dtype.kind in "iufb" and dtype.itemsize <= 8:
+        return
+    kinds = {"O": "objects", "S": "texts", "U": "texts", "V": "records", "c": "complex numbers", "M": "times", "m": "times"}
+    what = f"{name} has {kinds.get(dtype.kind, 'numbers of more than 64 bits')} ({dtype}), expected integers or floats"
+    unread = "; objects are never read: unpickling them could run code" if dtype.kind == "O" else ""
+    raise UserError(what + unread, str(path), "another array in data.fields, or write it again as numbers")
+
+
+def no_such(name: str, names: list[str], path: Path) -> UserError:
+    """The error that a file has no array of this name."""
+    shown = ", ".join(names[:24]) + (f" and {len(names) - 24} more" if len(names) > 24 else "") or "none"
+    return UserError(f"the file has no {name}; it has {shown}", str(path), "data.fields={x: NAME, y: NAME}")
+
+
+def whole(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The number type in this machine's byte order."""
+    return dtype.newbyteorder("=")

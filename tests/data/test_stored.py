@@ -1,0 +1,328 @@
+"""Files of science: HDF5, CSV and npz give the samples, and train the weights, that arrays in memory do; each block is decoded once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stored_data
+from pool import alone
+from ranks import mpirun, needs_mpirun
+
+import hvdtrain
+from hvdtrain.data.datasets import csv, hdf5, npz
+from hvdtrain.data.source import Source
+from hvdtrain.data.stored.cache import BlockCache
+from hvdtrain.data.stored.selection import select
+from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
+from hvdtrain.errors import UserError
+
+needs_h5py = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
+FORMATS = [pytest.param("npz"), pytest.param("csv"), pytest.param("hdf5", marks=needs_h5py)]
+RANDOM = np.random.default_rng(3)
+U = RANDOM.normal(size=(101, 6, 5, 4)).astype("f4")
+LABELS = RANDOM.integers(0, 5, 101).astype(">i2")
+DRAWN = RANDOM.integers(0, 101, 40)
+
+
+def stored(source: Source) -> StoredSource:
+    found = stored_in(source)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, also where it stops in the middle of an epoch and goes on."""
+    monkeypatch.chdir(tmp_path)
+    stored_data.write(tmp_path, name)
+    expected = stored_data.bits(stored_data.weights(None, "flat" if name == "csv" else "arrays"))
+    assert stored_data.bits(stored_data.weights(name, "files")) == expected
+    stored_data.weights(name, "stopped", "stop.steps=5")
+    resumed = hvdtrain.train("resume=stopped", "stop.steps=null", "data.readers=2")
+    assert stored_data.bits(resumed.weights) == expected
+
+
+@needs_mpirun
+def test_ranks_train_the_weights_of_ranks_on_arrays(tmp_path: Path) -> None:
+    names = ["", "npz", *(["hdf5"] if importlib.util.find_spec("h5py") else [])]
+    for name in names[1:]:
+        stored_data.write(tmp_path, name)
+    done = mpirun(2, alone("stored_data:train_on_ranks", str(tmp_path), names))
+    assert done.returncode == 0, done.stderr
+    found = [stored_data.bits(np.load(tmp_path / f"weights-{name or 'arrays'}.npz")) for name in names]
+    assert found[0] and all(one == found[0] for one in found)
+
+
+def of_hdf5(path: Path) -> Path:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["plain"], file["labels"] = U, LABELS
+        file.create_dataset("gzip", data=U, chunks=(16, 4, 5, 3), compression="gzip", shuffle=True)
+        file.create_dataset("chunks", data=U, chunks=(7, 6, 5, 4))
+        file.create_dataset("lzf", data=U, chunks=(16, 6, 5, 4), compression="lzf")
+        file.create_dataset("sums", data=U, chunks=(16, 6, 5, 4), fletcher32=True, compression="gzip")
+        file.create_dataset("hole", shape=U.shape, chunks=(10, 6, 5, 4), fillvalue=3.5, dtype="f4")[20:30] = 1
+        file["flags"] = LABELS > 2
+        file["split"] = np.array(["train", "val"] * 50 + ["test"], "S5")
+    return path
+
+
+@needs_h5py
+@pytest.mark.parametrize("name", ["plain", "gzip", "chunks", "lzf", "sums"])
+def test_parts_of_arrays_are_what_numpy_says(name: str, tmp_path: Path) -> None:
+    path = of_hdf5(tmp_path / "a.h5")
+    source = hdf5.build("hdf5", path, "train", fields={"x": f"/{name}[3:99:2, [0, 5, 2], 1:4:2, ::-1]", "y": "/labels[3:99:2]"})
+    drawn = DRAWN % len(source)
+    batch = source.read(drawn)
+    assert batch["x"].tobytes() == U[3:99:2][:, [0, 5, 2]][:, :, 1:4:2, ::-1][drawn].tobytes()
+    assert batch["y"].tolist() == LABELS[3:99:2][drawn].tolist() and batch["y"].dtype == np.dtype("int16")
+
+
+@needs_h5py
+def test_several_arrays_are_stacked_behind_the_samples(tmp_path: Path) -> None:
+    path = of_hdf5(tmp_path / "a.h5")
+    fields: dict[str, Any] = {"x": ["/gzip[:, 1]", "/chunks[:, 2]"], "y": "/flags", "z": "/hole"}
+    batch = hdf5.build("hdf5", path, "train", fields=fields, dtypes={"x": "float64"}).read(DRAWN)
+    assert batch["x"].tobytes() == np.stack([U[:, 1], U[:, 2]], 1)[DRAWN].astype("f8").tobytes()
+    assert batch["y"].tolist() == (LABELS > 2)[DRAWN].tolist()
+    assert batch["z"][:, 0, 0, 0].tolist() == [1.0 if 20 <= one < 30 else 3.5 for one in DRAWN]
+
+
+@needs_h5py
+def test_packed_numbers_of_netcdf_are_unpacked(tmp_path: Path) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "a.nc", "w") as file:
+        packed = file.create_dataset("t", data=np.arange(20, dtype="i2").reshape(10, 2), chunks=(4, 2), compression="gzip")
+        packed.attrs["scale_factor"], packed.attrs["add_offset"], packed.attrs["_FillValue"] = 0.5, np.float64(270), np.int16(7)
+        file["y"] = np.zeros(10)
+    source = hdf5.build("netcdf", tmp_path / "a.nc", "train", fields={"x": "t", "y": "y"})
+    assert source.read(np.array([0, 9]))["x"].tolist() == [[270.0, 270.5], [279.0, 279.5]] and source.fields["x"].dtype == "float32"
+    with pytest.raises(UserError, match="field x of sample 3 has nan"):  # a missing value
+        source.read(np.array([3]))
+
+
+@needs_h5py
+def test_a_block_is_decoded_once_for_all_samples_of_a_read_and_while_it_is_in_memory(tmp_path: Path) -> None:
+    path = of_hdf5(tmp_path / "a.h5")
+    source = stored(hdf5.build("hdf5", path, "train", fields={"x": "/gzip", "y": "/labels"}))
+    cache = source.samples.cache
+    source.read(np.arange(0, 101, 3))
+    assert cache.decoded == 7 and source.rows_of_block == 16
+    source.read(DRAWN)
+    assert cache.decoded == 7
+    small = dataclasses.replace(source, samples=dataclasses.replace(source.samples, cache=BlockCache(2 * 16 * 6 * 5 * 4 * 4)))
+    for _ in range(2):  # of seven blocks, two stay in memory
+        assert small.read(np.arange(101))["x"].tobytes() == U.tobytes()
+    assert small.samples.cache.decoded == 14
+
+
+@needs_h5py
+def test_processes_read_the_same(tmp_path: Path) -> None:
+    source = hdf5.build("hdf5", of_hdf5(tmp_path / "a.h5"), "train", fields={"x": "/lzf", "y": "/labels"})
+    found = read_by(source, 2).read(DRAWN)
+    assert found["x"].tobytes() == U[DRAWN].tobytes() and found["y"].tolist() == LABELS[DRAWN].tolist()
+
+
+def test_arrays_of_npz_stored_or_compressed_or_by_columns(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=U, y=LABELS)
+    np.savez_compressed(tmp_path / "b.npz", x=U, y=LABELS)
+    np.savez(tmp_path / "c.npz", x=np.asfortranarray(U), y=LABELS)
+    for name in "abc":
+        batch = npz.build("npz", tmp_path / f"{name}.npz", "train").read(DRAWN)
+        assert batch["x"].tobytes() == U[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
+
+
+def test_a_table_of_text_over_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(csv, "_PIECE_BYTES", 1000)
+    numbers = RANDOM.normal(size=(101, 3))
+    rows = [f'{a!r},"a, b",{b!r},{c!r},{y}' for (a, b, c), y in zip(numbers.tolist(), LABELS.tolist(), strict=True)]
+    for end in ("", "\n"):
+        (tmp_path / "a.csv").write_text("a,text,b,c,label\n" + "\n".join(rows) + end)
+        source = csv.build("csv", tmp_path / "a.csv", "train", fields={"x": ["a", "b", "c"], "y": "label"})
+        batch = source.read(DRAWN)
+        assert batch["x"].tobytes() == numbers[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
+        assert len(source) == 101 and len(stored(source).samples.parts[0].arrays["x"][0].array.edges) > 10  # type: ignore[union-attr]
+    (tmp_path / "b.csv").write_text("a;b;label\n1;2.5;0\n2;3;1\n")
+    batch = csv.build("csv", tmp_path / "b.csv", "train", delimiter=";").read(np.arange(2))
+    assert batch["x"].tolist() == [[1.0, 2.5], [2.0, 3.0]] and batch["y"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("layout", ["HWC", "CHW", "HW"])
+def test_stored_pixels_are_images_as_arrays_in_memory_are(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = RANDOM.integers(0, 256, {"HWC": (60, 8, 9, 3), "CHW": (60, 3, 8, 9), "HW": (60, 8, 9)}[layout], np.uint8)
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "train.npz", x=x, y=y)
+    np.savez(tmp_path / "validation.npz", x=x[:6], y=y[:6])
+    job = {"model.name": "mlp", "model.widths": [4], "epochs": 1, "batch.size": 16, "augment.flip": True}
+    expected = hvdtrain.train(job, "run=arrays", train_data={"x": x, "y": y}, val_data={"x": x[:6], "y": y[:6]})
+    found = hvdtrain.train(job, "run=files", "data.name=npz", f"data.root={tmp_path}")
+    assert stored_data.bits(found.weights) == stored_data.bits(expected.weights)
+
+
+@needs_h5py
+def test_splits_by_files_by_names_and_by_a_column(tmp_path: Path) -> None:
+    path = of_hdf5(tmp_path / "a.h5")
+    fields: dict[str, Any] = {"x": "/plain", "y": "/labels"}
+    parts = {split: hdf5.build("hdf5", path, split, fields=fields, split_by="/split") for split in ("train", "val")}  # type: ignore[arg-type]
+    assert parts["train"].read(np.array([0, 49]))["x"].tobytes() == U[[0, 98]].tobytes() and len(parts["train"]) == 50
+    assert parts["val"].read(np.array([0, 49]))["x"].tobytes() == U[[1, 99]].tobytes() and len(parts["val"]) == 50
+    chosen = hdf5.build("hdf5", path, "val", fields=fields, split_by="/labels", split_val=[4, 1])
+    assert len(chosen) == np.isin(LABELS, [4, 1]).sum()
+    np.savez(tmp_path / "b.npz", x_train=U, y_train=LABELS, x_val=U[:9], y_val=LABELS[:9])
+    named = [npz.build("npz", tmp_path / "b.npz", split, fields={"x": "x_{split}", "y": "y_{split}"}) for split in ("train", "val")]  # type: ignore[arg-type]
+    assert [len(source) for source in named] == [101, 9]
+    folder = tmp_path / "many"
+    (folder / "val").mkdir(parents=True)
+    for number, rows in enumerate((slice(0, 40), slice(40, 40), slice(40, 101))):
+        np.savez(folder / f"train-{number}.npz", x=U[rows], y=LABELS[rows])
+        np.savez(folder / "val" / f"{number}.npz", x=U[rows][:2], y=LABELS[rows][:2])
+    batch = npz.build("npz", folder, "train").read(DRAWN)
+    assert batch["x"].tobytes() == U[DRAWN].tobytes() and len(npz.build("npz", folder, "val")) == 4
+
+
+def truncated(path: Path, share: float) -> Path:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    return path
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.where and caught.value.fix
+    return str(caught.value)
+
+
+@needs_h5py
+def test_damaged_and_foreign_hdf5_files(tmp_path: Path) -> None:
+    import h5py
+
+    path = of_hdf5(tmp_path / "a.h5")
+
+    def read(x: str = "/gzip", file: Path = path, **options: Any) -> Any:
+        return hdf5.build("hdf5", file, "train", fields={"x": x, "y": "/labels"}, **options).read(np.arange(101))
+
+    assert "has no /nothing; it has /chunks, /flags, /gzip" in error_of(lambda: read("/nothing"))
+    assert "/split has texts (|S5), expected integers or floats" in error_of(lambda: read("/split"))
+    assert "of shape (101, 6, 5, 4)\n" in error_of(lambda: read("/gzip[:, 6]"))
+    assert "the arrays do not have the same samples: /gzip[:7] 7, /labels 101" in error_of(lambda: read("/gzip[:7]"))
+    assert "data.dtypes has x as 'object'" in error_of(lambda: read(dtypes={"x": "object"}))
+    assert "which is no int16" in error_of(lambda: read(dtypes={"x": "int16"}))
+    with h5py.File(path, "r+") as file:
+        file["link"] = h5py.ExternalLink("b.h5", "/x")
+        offset = file["gzip"].id.get_chunk_info(3).byte_offset
+    of_hdf5(tmp_path / "b.h5")
+    with h5py.File(tmp_path / "b.h5", "r+") as file:
+        file["x"] = U
+    assert "the numbers of /link are in another file" in error_of(lambda: read("/link"))
+    raw = bytearray(path.read_bytes())
+    raw[offset : offset + 40] = bytes(40)
+    path.write_bytes(raw)
+    assert "a chunk of /gzip" in error_of(read)
+    (tmp_path / "c.nc").write_bytes(b"CDF\x01" + bytes(500))
+    assert "netCDF's classic format" in (found := error_of(lambda: read(file=tmp_path / "c.nc"))) and "nccopy" in found
+    for share in (0.0, 0.1, 0.6, 0.99):
+        assert "cut off or damaged" in error_of(lambda share=share: read(file=truncated(of_hdf5(tmp_path / "d.h5"), share)))  # type: ignore[misc]
+    source = hdf5.build("hdf5", of_hdf5(tmp_path / "e.h5"), "train", fields={"x": "/gzip", "y": "/labels"})
+    truncated(tmp_path / "e.h5", 0.5)
+    assert "the file has changed since the job began" in error_of(lambda: source.read(np.arange(3)))
+
+
+def test_damaged_and_foreign_npz_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, x=U, y=LABELS)
+    assert "a.npz has all samples, and no validation set" in error_of(lambda: npz.build("npz", path, "val"))
+    for share in (0.0, 0.5, 0.99):
+        np.savez(tmp_path / "b.npz", x=U, y=LABELS)
+        assert "cut off or damaged" in error_of(lambda share=share: npz.build("npz", truncated(tmp_path / "b.npz", share), "train"))  # type: ignore[misc]
+    for write in (np.savez, np.savez_compressed):
+        write(tmp_path / "c.npz", x=np.array([print, None], object), y=np.zeros(2))
+        assert "objects are never read: unpickling them could run code" in error_of(lambda: npz.build("npz", tmp_path / "c.npz", "train"))
+    np.savez_compressed(tmp_path / "d.npz", x=U, y=LABELS)
+    raw = bytearray((tmp_path / "d.npz").read_bytes())
+    raw[5000:5200] = bytes(200)
+    (tmp_path / "d.npz").write_bytes(raw)
+    assert "cut off or damaged" in error_of(lambda: npz.build("npz", tmp_path / "d.npz", "train").read(np.arange(3)))
+    np.savez_compressed(tmp_path / "e.npz", x=np.zeros((300, 1000)), y=np.zeros(300))
+    assert "data.cache_mb=5" in error_of(lambda: npz.build("npz", tmp_path / "e.npz", "train", cache_mb=1))
+    (tmp_path / "two").mkdir()
+    np.savez(tmp_path / "two" / "train-0.npz", x=U, y=LABELS)
+    np.savez(tmp_path / "two" / "train-1.npz", x=U[:, :5], y=LABELS)
+    assert "x is float32 (5, 5, 4), and float32 (6, 5, 4)" in error_of(lambda: npz.build("npz", tmp_path / "two", "train"))
+    assert "no files val/*.npz" in error_of(lambda: npz.build("npz", tmp_path / "two", "val"))
+    assert "needs data.root" in error_of(lambda: npz.build("npz", None, "val"))
+
+
+def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(text: str, **options: Any) -> Any:
+        (tmp_path / "a.csv").write_text(text)
+        return csv.build("csv", tmp_path / "a.csv", "train", **options).read(np.arange(2))
+
+    assert "y has 0.5, which is no int64" in error_of(lambda: of("a,y\n1,0\n2,0.5\n", dtypes={"y": "int64"}))
+    assert "the line has 3 columns, the first line 2" in error_of(lambda: of("a,y\n1,0\n1,2,3\n"))
+    assert ("a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n,1\n"))) and "could not convert" in found) or "invalid literal" in found
+    assert "no names of columns" in error_of(lambda: of("1.5,2\n1,0\n"))
+    assert "two columns of the same name" in error_of(lambda: of("y,y\n1,0\n"))
+    assert "which arrays are x and y? The file has a, b" in error_of(lambda: of("a,b\n1,0\n"))
+    assert "has no column c; it has a, y" in error_of(lambda: of("a,y\n1,0\n", fields={"x": "c", "y": "y"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(csv, "_BLOCK_BYTES", 4)
+        assert "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n2,0.5\n"))) and "a whole number, as the first lines have" in found
+    assert "the line has no column" in error_of(lambda: of("a,y\n1,0\n\n1,1\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("0", "does not begin with a slice"),
+        (":, x", "cannot be read"),
+        (":, ::0", "a step of 0"),
+        (":, :, :", "3 axes"),
+        (":, 5:2", "nothing"),
+    ],
+)
+def test_words_that_select_nothing(words: str, message: str) -> None:
+    assert message in error_of(lambda: select(words, (9, 5), f"u[{words}]", "a.h5"))
+
+
+_READ_ALL = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from hvdtrain.data.datasets import hdf5
+source = hdf5.build("hdf5", Path(sys.argv[1]), "train", fields={"x": "/packed", "y": "/plain"}, cache_mb=64)
+source.read(np.arange(256))
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + 200 * 10**6
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+total = sum(int(source.read(np.arange(first, first + 256))["x"].sum()) for first in range(0, len(source), 256))
+print(len(source), total)
+"""
+
+
+@needs_h5py
+def test_a_file_larger_than_the_memory_that_a_process_may_have_is_read(tmp_path: Path) -> None:
+    """Two arrays of 1 GB each, one packed and one that is a hole in the file, and 200 MB of memory beyond what the imports take."""
+    import h5py
+
+    rows, chunk = 65536, 256
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("plain", (rows, 4096), "f4")[-1] = 0
+        packed = file.create_dataset("packed", (rows, 4096), "f4", chunks=(chunk, 4096), compression="gzip")
+        raw = zlib.compress(np.ones((chunk, 4096), "f4").tobytes(), 1)
+        for first in range(0, rows, chunk):
+            packed.id.write_direct_chunk((first, 0), raw)
+    done = subprocess.run([sys.executable, "-c", _READ_ALL, str(tmp_path / "a.h5")], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(rows), str(rows * 4096)], done.stderr

@@ -1,0 +1,75 @@
+"""Files of science for tests: the same samples in each format, and a job on them on one or more ranks beside the job on arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hvdtrain
+from hvdtrain.comm.placement import placement
+
+SAMPLES = 203
+JOB = {"task.name": "regression", "model.name": "mlp", "model.widths": [7], "speed.precision": "fp64", "optim.name": "sgd"}
+JOB |= {"optim.base_lr": 0.05, "epochs": 2, "batch.size": 24, "data.val_share": 0.1, "comm.engine": "auto", "task.standardize": True}
+
+
+def samples() -> dict[str, np.ndarray]:
+    """A field of two variables on a grid, and three numbers that follow from it."""
+    random = np.random.default_rng(7)
+    x = random.normal(2.0, 3.0, (SAMPLES, 2, 4, 3))
+    return {"x": x, "y": x.reshape(SAMPLES, 24) @ random.normal(size=(24, 3))}
+
+
+def write(folder: Path, name: str) -> None:
+    """The samples as `data.name=name` reads them."""
+    found = samples()
+    x, y = found["x"], found["y"]
+    if name == "npz":
+        np.savez(folder / "data.npz", x=x, y=y)
+    elif name == "hdf5":
+        import h5py
+
+        with h5py.File(folder / "data.h5", "w") as file:
+            file.create_dataset("fields/u", data=x[:, 0], chunks=(16, 4, 2), compression="gzip", shuffle=True)
+            file.create_dataset("fields/v", data=x[:, 1], chunks=(25, 3, 3))
+            file["y"] = y
+    elif name == "csv":
+        columns = {f"x{place}": column for place, column in enumerate(x.reshape(SAMPLES, 24).T)}
+        columns |= {f"y{place}": column for place, column in enumerate(y.T)}
+        lines = [",".join(repr(float(number)) for number in row) for row in np.stack(list(columns.values()), 1)]
+        (folder / "data.csv").write_text("\n".join([",".join(columns), *lines]) + "\n")
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "npz": ("data.root=data.npz",),
+    "hdf5": ("data.root=data.h5", "data.fields={x: [/fields/u, /fields/v], y: /y}"),
+    "csv": ("data.root=data.csv", "data.fields={x: [" + ", ".join(f"x{i}" for i in range(24)) + "], y: [y0, y1, y2]}"),
+}
+
+
+def weights(name: str | None, run: str, *words: str) -> dict[str, np.ndarray]:
+    """What a job on a format, or on arrays, trains."""
+    if name is not None:
+        return dict(hvdtrain.train(JOB, f"run={run}", f"data.name={name}", *WORDS[name], *words).weights)
+    data = samples()
+    if "flat" in run:
+        data["x"] = data["x"].reshape(SAMPLES, 24)
+    return dict(hvdtrain.train(JOB, f"run={run}", *words, train_data=data).weights)
+
+
+def train_on_ranks(folder: str, names: list[str]) -> int:
+    """One job for each format on these ranks, and one on arrays; rank 0 leaves their weights."""
+    os.chdir(folder)
+    for name in names:
+        found = weights(name or None, f"ranks-{name or 'arrays'}")
+        if placement(os.environ).rank == 0:
+            np.savez(f"weights-{name or 'arrays'}.npz", **found)
+    return 0
+
+
+def bits(found: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: np.asarray(array).tobytes() for name, array in found.items()}
