@@ -18,7 +18,7 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
-from hvdtrain.data.datasets import csv, hdf5, npz
+from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import select
@@ -26,7 +26,10 @@ from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.errors import UserError
 
 needs_h5py = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
+needs_zarr = pytest.mark.skipif(not importlib.util.find_spec("zarr"), reason="zarr is not installed")
+needs_pyarrow = pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="pyarrow is not installed")
 FORMATS = [pytest.param("npz"), pytest.param("csv"), pytest.param("hdf5", marks=needs_h5py)]
+FORMATS += [pytest.param("zarr", marks=needs_zarr), pytest.param("parquet", marks=needs_pyarrow)]
 RANDOM = np.random.default_rng(3)
 U = RANDOM.normal(size=(101, 6, 5, 4)).astype("f4")
 LABELS = RANDOM.integers(0, 5, 101).astype(">i2")
@@ -44,7 +47,7 @@ def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(name: str, tmp_pat
     """To the last bit, also where it stops in the middle of an epoch and goes on."""
     monkeypatch.chdir(tmp_path)
     stored_data.write(tmp_path, name)
-    expected = stored_data.bits(stored_data.weights(None, "flat" if name == "csv" else "arrays"))
+    expected = stored_data.bits(stored_data.weights(None, "flat" if name in ("csv", "parquet") else "arrays"))
     assert stored_data.bits(stored_data.weights(name, "files")) == expected
     stored_data.weights(name, "stopped", "stop.steps=5")
     resumed = hvdtrain.train("resume=stopped", "stop.steps=null", "data.readers=2")
@@ -157,6 +160,65 @@ def test_a_table_of_text_over_several_blocks(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "b.csv").write_text("a;b;label\n1;2.5;0\n2;3;1\n")
     batch = csv.build("csv", tmp_path / "b.csv", "train", delimiter=";").read(np.arange(2))
     assert batch["x"].tolist() == [[1.0, 2.5], [2.0, 3.0]] and batch["y"].tolist() == [0, 1]
+
+
+@needs_zarr
+@pytest.mark.parametrize("version", [2, 3])
+def test_arrays_of_zarr_and_what_is_damaged(version: int, tmp_path: Path) -> None:
+    import zarr as library
+
+    path = tmp_path / "a.zarr"
+    group: Any = library.open_group(str(path), mode="w", zarr_format=version)
+    group.create_array("fields/u", shape=U.shape, chunks=(16, 4, 5, 3), dtype="f4")[:] = U
+    group.create_array("labels", shape=(101,), chunks=(101,), dtype="i2")[:] = LABELS
+    group.create_array("complex", shape=(101,), dtype="c8")
+
+    def read(x: str = "fields/u[:, ::2, 1]", of: Path = path) -> Any:
+        source = zarr.build("zarr", of, "train", fields={"x": x, "y": "labels"})
+        return read_by(source, 1).read(DRAWN) if x == "fields/u" else source.read(DRAWN)
+
+    assert read()["x"].tobytes() == U[:, ::2, 1][DRAWN].tobytes() and read()["y"].tolist() == LABELS[DRAWN].tolist()
+    assert read("fields/u")["x"].tobytes() == U[DRAWN].tobytes()
+    assert "has no v; it has fields/u, labels" in error_of(lambda: read("v"))
+    assert "complex numbers" in error_of(lambda: read("complex"))
+    assert "no such file or folder" in error_of(lambda: read(of=tmp_path / "b"))
+    assert "it is no Zarr group" in error_of(lambda: read(of=tmp_path / "b.zarr"))
+    chunk = path / "fields" / "u" / ("1.0.0.0" if version == 2 else "c/1/0/0/0")
+    whole = chunk.read_bytes()
+    chunk.write_bytes(whole[: len(whole) // 2])
+    assert "cut off or damaged: fields/u, samples 16 to 31" in error_of(read)
+    chunk.unlink()
+    (note,) = stored(zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})).notes
+    assert "1 of 28 chunks of fields/u are not there, and are read as 0.0" in note
+
+
+@needs_pyarrow
+def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    wide = U.reshape(101, -1)
+    lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(wide.ravel()), wide.shape[1])
+    table = {"u": lists, "a": wide[:, 0], "b": wide[:, 1].astype("f8"), "label": LABELS.astype("i2"), "fold": ["train"] * 90 + ["val"] * 11}
+    table |= {"text": ["a"] * 101, "holes": [None, *range(100)], "uneven": [[1.0]] * 50 + [[1.0, 2.0]] * 51}
+    pyarrow.parquet.write_table(pyarrow.table(table), path, row_group_size=40, write_page_checksum=True)
+
+    def read(x: str | list[str], split: Any = "train", rows: np.ndarray = DRAWN, **options: Any) -> Any:
+        return parquet.build("parquet", path, split, fields={"x": x, "y": "label"}, **options).read(rows)
+
+    assert read("u")["x"].tobytes() == wide[DRAWN].tobytes() and read("u")["y"].tolist() == LABELS[DRAWN].tolist()
+    assert read(["a", "b"])["x"].tobytes() == wide[:, :2][DRAWN].astype("f8").tobytes()
+    assert read("u[:, 5:1:-1]", "val", np.arange(11), split_by="fold")["x"].tobytes() == wide[90:, 5:1:-1].tobytes()
+    assert "text has objects" in error_of(lambda: read("text"))
+    assert "column 'holes' of a.parquet lacks 1 values" in error_of(lambda: read("holes"))
+    assert "lists of 1 to 2" in error_of(lambda: read("uneven"))
+    assert "has no column c; it has u, a, b" in error_of(lambda: read("c"))
+    raw = bytearray(path.read_bytes())
+    raw[1000:1400] = bytes(400)
+    path.write_bytes(raw)
+    assert "cut off or damaged: row group 0" in error_of(lambda: read("u"))
+    assert "it is no Parquet file" in error_of(lambda: read("u", rows=truncated(path, 0.9) and DRAWN))
 
 
 @pytest.mark.parametrize("layout", ["HWC", "CHW", "HW"])

@@ -37,6 +37,19 @@ def write(folder: Path, name: str) -> None:
             file.create_dataset("fields/u", data=x[:, 0], chunks=(16, 4, 2), compression="gzip", shuffle=True)
             file.create_dataset("fields/v", data=x[:, 1], chunks=(25, 3, 3))
             file["y"] = y
+    elif name == "zarr":
+        import zarr
+
+        group = zarr.open_group(str(folder / "data.zarr"), mode="w", zarr_format=2)
+        group.create_array("x", shape=x.shape, chunks=(16, 2, 3, 3), dtype=x.dtype)[:] = x
+        group.create_array("deep/y", shape=y.shape, chunks=(50, 2), dtype=y.dtype)[:] = y
+    elif name == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = [pyarrow.array(column) for column in [*x.reshape(SAMPLES, 24).T, *y.T]]
+        table = pyarrow.table(columns, names=[f"x{i}" for i in range(24)] + ["y0", "y1", "y2"])
+        pyarrow.parquet.write_table(table, folder / "data.parquet", row_group_size=30)
     elif name == "csv":
         columns = {f"x{place}": column for place, column in enumerate(x.reshape(SAMPLES, 24).T)}
         columns |= {f"y{place}": column for place, column in enumerate(y.T)}
@@ -44,10 +57,13 @@ def write(folder: Path, name: str) -> None:
         (folder / "data.csv").write_text("\n".join([",".join(columns), *lines]) + "\n")
 
 
+_COLUMNS = "data.fields={x: [" + ", ".join(f"x{i}" for i in range(24)) + "], y: [y0, y1, y2]}"
 WORDS: dict[str, tuple[str, ...]] = {
     "npz": ("data.root=data.npz",),
     "hdf5": ("data.root=data.h5", "data.fields={x: [/fields/u, /fields/v], y: /y}"),
-    "csv": ("data.root=data.csv", "data.fields={x: [" + ", ".join(f"x{i}" for i in range(24)) + "], y: [y0, y1, y2]}"),
+    "zarr": ("data.root=data.zarr", "data.fields={x: x, y: deep/y}"),
+    "csv": ("data.root=data.csv", _COLUMNS),
+    "parquet": ("data.root=data.parquet", _COLUMNS),
 }
 
 

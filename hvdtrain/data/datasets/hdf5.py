@@ -17,7 +17,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, no_such, whole
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_dtype, no_such, whole
 from hvdtrain.errors import UserError, first_line
 
 _SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
@@ -111,7 +111,7 @@ class Hdf5File:
         if is_plain and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
             return Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
         rows = dataset.chunks[0] if dataset.chunks else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-        return ThroughLibrary(self.file, name, _unpacked_dtype(dataset), shape, _edges(shape[0] if shape else 0, rows))
+        return ThroughLibrary(self.file, name, _unpacked_dtype(dataset), shape, block_edges(shape[0] if shape else 0, rows))
 
     @contextlib.contextmanager
     def _dataset(self, name: str) -> Iterator[Any]:
@@ -141,10 +141,6 @@ class Hdf5File:
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
             return np.asarray(dataset[:])
-
-
-def _edges(rows: int, of_block: int) -> np.ndarray:
-    return np.minimum(np.arange(0, rows + of_block, of_block), rows).astype(np.int64)
 
 
 def _filters(dataset: Any) -> tuple[int, ...] | None:
@@ -184,7 +180,7 @@ class Chunks:
     edges: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", _edges(self.shape[0], self.chunks[0]))
+        object.__setattr__(self, "edges", block_edges(self.shape[0], self.chunks[0]))
 
     def decode(self, block: int, box: Box) -> np.ndarray:
         rows = int(self.edges[block + 1] - self.edges[block])

@@ -106,7 +106,7 @@ def columns_of_hugging_face(dataset: Any, name: str, where: str) -> dict[str, np
     columns = {}
     for column in table.column_names:
         values = table[column].combine_chunks()
-        columns[column] = _numbers(_from_arrow(values, column, name, where), column, name, where)
+        columns[column] = _numbers(from_arrow(values, column, name, where), column, name, where)
     return inputs_and_target(columns, name, where)
 
 
@@ -136,7 +136,7 @@ def inputs_and_target(columns: Mapping[str, np.ndarray], name: str, where: str) 
     return {"x": np.stack(list(inputs.values()), axis=1).astype(dtype, copy=False), "y": columns[target]}
 
 
-def _from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
+def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
     """(n, ...) of an array of numbers, or of lists of lists of them that are all as long."""
     values = getattr(values, "storage", values)  # of datasets.Array2D and the like
     if values.null_count:
@@ -149,7 +149,7 @@ def _from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
     if len(lengths) > 1:
         what = f"column {column!r} of {name} has lists of {lengths.min()} to {lengths.max()} numbers"
         raise UserError(what, where, "pad or cut them to one length")
-    inner = _from_arrow(values.flatten(), column, name, where)
+    inner = from_arrow(values.flatten(), column, name, where)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
 
 

@@ -52,7 +52,7 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
     samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", files, paths, fields, wanted)
-    source = StoredSource(samples)
+    source = StoredSource(samples, tuple(_notes(samples)))
     if not len(source):
         raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
     checked = images_of(source) or CheckedSource(source, samples.name)
@@ -63,6 +63,13 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
         raise UserError(what, str(paths[0]), fix)
     return checked
+
+
+def _notes(samples: StoredSamples) -> Iterator[str]:
+    """Lines for the user of each array that has one."""
+    for part in samples.parts:
+        for arrays in part.arrays.values():
+            yield from (f"{one.where}: {note}" for one in arrays if (note := getattr(one.array, "note", "")))
 
 
 def _check(wanted: Wanted) -> None:

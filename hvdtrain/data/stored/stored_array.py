@@ -74,6 +74,11 @@ class StoredFile(Protocol):
         """All of a column of numbers or texts (n,). Raises UserError where there is none."""
 
 
+def block_edges(rows: int, of_block: int) -> np.ndarray:
+    """Blocks.edges of an array in equal blocks, of which the last may be shorter."""
+    return np.minimum(np.arange(0, rows + of_block, of_block), rows).astype(np.int64)
+
+
 def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
     """Raises UserError for what is no number of at most 64 bits: objects, which could only be unpickled, texts, records."""
     if dtype.kind in "iufb" and dtype.itemsize <= 8:

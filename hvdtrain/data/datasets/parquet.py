@@ -1,0 +1,138 @@
+"""Columns of Parquet files: a row group is read when a sample of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.own.arrays import from_arrow
+from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, check_dtype, no_such, whole
+from hvdtrain.errors import UserError, first_line
+
+
+def build(
+    name: str,
+    root: Path | None,
+    split: Split,
+    *,
+    fields: dict[str, str | list[str]] | None = None,
+    dtypes: dict[str, str] | None = None,
+    split_by: str | None = None,
+    split_val: list[int | str] | None = None,
+    cache_mb: int = 256,
+) -> Source:
+    """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with data.val_share or data.split_by.
+
+    fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or target is y, all other columns are x)
+    dtypes: number types that fields are converted to, {x: float32}
+    split_by: a column that tells validation samples from others: train, val; or the values of split_val
+    split_val: values of split_by that validate
+    cache_mb: most megabytes of decoded row groups that a rank keeps for each set
+
+    Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with missing values or without numbers.
+    """
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    return build_stored(name, root, split, (".parquet", ".pq"), ParquetFile.of, wanted)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("Parquet files need the package pyarrow", "data.name", "pip install 'hvdtrain[parquet]'") from None
+    return pyarrow
+
+
+@dataclass(frozen=True, eq=False)
+class ParquetFile:
+    file: FileOnDisk
+    columns_in_file: list[str]
+    edges: np.ndarray  # int64 (row groups + 1,)
+
+    @staticmethod
+    def of(path: Path) -> ParquetFile:
+        file = FileOnDisk.of(path)
+        pyarrow = _pyarrow()
+        try:
+            with pyarrow.parquet.ParquetFile(path) as opened:
+                rows = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+                return ParquetFile(file, list(opened.schema_arrow.names), np.cumsum([0, *rows], dtype=np.int64))
+        except (OSError, pyarrow.ArrowException) as error:
+            raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
+
+    @property
+    def names(self) -> list[str]:
+        return self.columns_in_file
+
+    def array(self, name: str) -> StoredArray:
+        return RowGroups.of(self, [name])
+
+    def columns(self, names: list[str]) -> Blocks | None:
+        return RowGroups.of(self, names)
+
+    def values(self, name: str) -> np.ndarray:
+        groups = range(len(self.edges) - 1)
+        texts = [value for group in groups for value in self.read(group, [name])[0].to_pylist()]
+        return np.array([text.strip() if isinstance(text, str) else text for text in texts])
+
+    def read(self, group: int, names: Sequence[str]) -> list[Any]:
+        """Columns of a row group, as arrays of pyarrow. Raises UserError where they are damaged."""
+        missing = next((name for name in names if name not in self.columns_in_file), None)
+        if missing is not None:
+            raise no_such(f"column {missing}", self.columns_in_file, self.file.path)
+        pyarrow = _pyarrow()
+        with self.file.opened():  # that it has not changed
+            pass
+        try:
+            with pyarrow.parquet.ParquetFile(self.file.path, page_checksum_verification=True) as opened:
+                table = opened.read_row_group(group, columns=list(names), use_threads=False)
+                table.validate(full=True)
+                return [table[name].combine_chunks() for name in names]
+        except (OSError, pyarrow.ArrowException) as error:
+            raise cut_off(self.file.path, f"row group {group}: {first_line(error)}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """One column of numbers, or of lists of equally many, (n, ...); or several columns of single numbers (n, columns)."""
+
+    table: ParquetFile
+    names: tuple[str, ...]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    edges: np.ndarray = field(repr=False)
+
+    @staticmethod
+    def of(table: ParquetFile, names: list[str]) -> RowGroups:
+        """Type and shape are those of the first row group. Raises UserError where it has something else than numbers."""
+        first = _numbers(table, 0, names) if len(table.edges) > 1 else np.empty((0,))
+        return RowGroups(table, tuple(names), whole(first.dtype), (int(table.edges[-1]), *first.shape[1:]), table.edges)
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        found = _numbers(self.table, block, self.names)
+        if found.shape[1:] != self.shape[1:] or found.dtype != self.dtype:
+            what = f"{', '.join(self.names)} is {found.dtype} {found.shape[1:]} in row group {block}, "
+            what += f"{self.dtype} {self.shape[1:]} in the first"
+            raise UserError(what, str(self.table.file.path), "lists of one length, and one type, in the whole column")
+        return found[(slice(None), *box.slices)]
+
+
+def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray:
+    path = table.file.path
+    columns = [from_arrow(values, name, path.name, str(path)) for name, values in zip(names, table.read(group, names), strict=True)]
+    for name, column in zip(names, columns, strict=True):
+        check_dtype(column.dtype, name, path)
+    if len(columns) == 1:
+        return columns[0]
+    wrong = next((name for name, column in zip(names, columns, strict=True) if column.ndim > 1), None)
+    if wrong is not None:
+        raise UserError(f"column {wrong} has lists, and is beside other columns in a field", str(path), "a field of its own in data.fields")
+    return np.stack(columns, axis=1)

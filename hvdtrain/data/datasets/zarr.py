@@ -1,0 +1,146 @@
+"""Arrays of Zarr groups in folders, of versions 2 and 3 of the format: chunks of the same rows are read when a sample of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.files import cut_off
+from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_dtype, no_such, whole
+from hvdtrain.errors import UserError, first_line
+
+
+def build(
+    name: str,
+    root: Path | None,
+    split: Split,
+    *,
+    fields: dict[str, str | list[str]] | None = None,
+    dtypes: dict[str, str] | None = None,
+    split_by: str | None = None,
+    split_val: list[int | str] | None = None,
+    cache_mb: int = 256,
+) -> Source:
+    """Arrays of train.zarr and val.zarr in data.root, of several such groups, or of one with data.val_share or data.split_by.
+
+    fields: the array of each field, {x: fields/u, y: labels}; "fields/u[:, 0:3]" is a part, a list is stacked behind the axis of the
+    samples, {split} in a name is train or val (default: arrays x and y)
+    dtypes: number types that fields are converted to, {x: float32}
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_val: values of split_by that validate
+    cache_mb: most megabytes of decoded chunks that a rank keeps for each set
+
+    Raises UserError without zarr, and where groups are damaged, lack a field or a chunk, or hold no numbers.
+    """
+    wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
+    return build_stored(name, root, split, (".zarr",), ZarrGroup.of, wanted)
+
+
+def _zarr() -> Any:
+    try:
+        import zarr
+    except ImportError:
+        raise UserError("Zarr groups need the package zarr", "data.name", "pip install 'hvdtrain[zarr]'") from None
+    return zarr
+
+
+def _opened(path: Path) -> Any:
+    zarr = _zarr()
+    try:
+        return zarr.open_group(str(path), mode="r")
+    except Exception as error:  # the library and its codecs raise of their own
+        raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
+
+
+@dataclass(frozen=True)
+class ZarrGroup:
+    path: Path
+
+    @staticmethod
+    def of(path: Path) -> ZarrGroup:
+        _opened(path)
+        return ZarrGroup(path)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name, array in self._members() if array.shape and array.dtype.kind in "iufb")
+
+    def _members(self) -> list[tuple[str, Any]]:
+        try:
+            members = _opened(self.path).members(max_depth=None)
+            return [(name, member) for name, member in members if hasattr(member, "chunks")]
+        except UserError:
+            raise
+        except Exception as error:
+            raise cut_off(self.path, first_line(error)) from None
+
+    def array(self, name: str) -> StoredArray:
+        array = self.opened(name)
+        check_dtype(array.dtype, name, self.path)
+        rows = array.chunks[0] if array.shape else 1
+        edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
+        absent = array.nchunks - array.nchunks_initialized
+        note = f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as {array.fill_value}" if absent else ""
+        return ZarrChunks(self, name, whole(array.dtype), tuple(array.shape), edges, note)
+
+    def opened(self, name: str) -> Any:
+        """The array by the library. Raises UserError where there is none."""
+        group = _opened(self.path)
+        try:
+            found = group[name.strip("/")]
+        except KeyError:
+            raise no_such(name, self.names, self.path) from None
+        except Exception as error:
+            raise cut_off(self.path, f"{name}: {first_line(error)}") from None
+        if not hasattr(found, "chunks"):
+            raise no_such(f"array {name}, which is a group", self.names, self.path)
+        return found
+
+    def columns(self, names: list[str]) -> Blocks | None:
+        return None
+
+    def values(self, name: str) -> np.ndarray:
+        array = self.opened(name)
+        if len(array.shape) != 1:
+            raise UserError(f"{name} is of shape {array.shape}, expected one value for each sample", str(self.path), "another array")
+        try:
+            found = np.asarray(array[:])
+        except Exception as error:
+            raise cut_off(self.path, f"{name}: {first_line(error)}") from None
+        if found.dtype.kind in "iufb":
+            return found
+        return np.array([text.decode() if isinstance(text, bytes) else str(text) for text in found.tolist()], str)
+
+
+@dataclass(frozen=True, eq=False)
+class ZarrChunks:
+    """An array, of which the library reads the chunks of the same rows; each process opens it when it reads first."""
+
+    group: ZarrGroup
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    edges: np.ndarray = field(repr=False)
+    note: str = ""  # for the user: the format leaves out chunks of the fill value, and so lost ones look like them
+    _array: list[Any] = field(default_factory=list, repr=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ZarrChunks, (self.group, self.name, self.dtype, self.shape, self.edges)
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        if not self._array:
+            self._array.append(self.group.opened(self.name))
+        rows = slice(int(self.edges[block]), int(self.edges[block + 1]))
+        try:
+            found = np.array(self._array[0][(rows, *box.slices)], self.dtype)
+        except Exception as error:  # the library and its codecs raise of their own
+            raise cut_off(self.group.path, f"{self.name}, samples {rows.start} to {rows.stop - 1}: {first_line(error)}") from None
+        if found.shape != (rows.stop - rows.start, *box.shape):
+            raise UserError(f"{self.name} has changed since the job began", str(self.group.path), "start again, once nobody writes to it")
+        return found
