@@ -17,6 +17,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.config.section import is_object
+from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
@@ -29,12 +30,13 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.version import __version__
 
 USAGE = """\
-hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
+hvdtrain export RUN --to FILE [--checkpoint newest] [--merged] [--force]
   RUN            the run folder, which has checkpoints/
   --to           the file to write: model.safetensors, model.pt for torch.load, or of framework=keras model.keras, where
                  model.name=package.module:function behind it makes the model
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
+  --merged       the adapters of model.lora are put into the weights of their layers
   --force        overwrite FILE if it exists"""
 _WIDTH = 120  # letters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
@@ -54,6 +56,8 @@ def export(arguments: Sequence[str]) -> int:
         arrays = with_averages(arrays)
         notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
     weights = model_state(arrays, checkpoint)
+    if options.merged:
+        weights = _merged(weights, run)
     fields, notes = metadata(run, checkpoint)
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | fields)
     numbers = sum(array.size for array in weights.values())
@@ -63,18 +67,28 @@ def export(arguments: Sequence[str]) -> int:
     return DONE
 
 
+def _merged(weights: Arrays, run: Path) -> Arrays:
+    """Raises UserError where there are no adapters."""
+    if not any(map(is_adapter, weights)):
+        raise UserError(f"{run} has no adapters", "--merged", "leave --merged out: they come of model.lora")
+    model: dict[str, Any] = {one.key: one.value for one in read_run_config(run)}
+    rank, alpha = model.get("model.lora_rank", 8), model.get("model.lora_alpha")
+    return merged(weights, (rank if alpha is None else alpha) / rank)
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises UserError where the command line is not as USAGE says."""
     parser = CommandParser("export", _SYNTAX)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")
     parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--merged", action="store_true")
     parser.add_argument("--force", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
     options.words = [word for word in unknown if word.startswith("model.") and str(options.to).endswith(".keras")]
     unknown = [word for word in unknown if word not in options.words]
     if unknown:
-        suggestion = nearest(unknown[0].partition("=")[0], ["--to", "--checkpoint", "--force"])
+        suggestion = nearest(unknown[0].partition("=")[0], ["--to", "--checkpoint", "--merged", "--force"])
         raise UserError(f"unknown argument '{unknown[0]}'", "command line of export", f"{suggestion}; {_SYNTAX}")
     for name, value in {"RUN": options.run, "--to": options.to}.items():
         if value is None:

@@ -198,12 +198,25 @@ class ModelConfig(OpenSection):
         default_factory=list,
         description="frozen weights, and running statistics of their norms, that are trained later: [{at: 2, names: ['backbone.*']}]",
     )
+    lora: list[str] = Field(
+        default_factory=list,
+        description="linear layers that get a low-rank adapter, and whose own weights are frozen: names, with * for any characters: "
+        "['blocks.*.fc1'] (framework=torch); model.freeze says what else is frozen",
+    )
+    lora_rank: int = Field(default=8, ge=1, le=10**6, description="rank of each adapter of model.lora")
+    lora_alpha: float | None = Field(default=None, gt=0, le=1e6, description="an adapter counts lora_alpha / lora_rank; default: 1")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of what an adapter gets")
     weights_skip: list[str] = Field(
         default_factory=list, description="weights that begin as without model.weights: names, with * for any characters: ['fc.*']"
     )
     weights_names: list[str] = Field(
         default_factory=list, description="OLD=NEW: the names of the file that begin with OLD begin with NEW in the model: ['backbone.=']"
     )
+
+    @property
+    def lora_scale(self) -> float:
+        """What an adapter of model.lora is multiplied by."""
+        return (self.lora_rank if self.lora_alpha is None else self.lora_alpha) / self.lora_rank
 
 
 class GroupConfig(Section):

@@ -77,6 +77,7 @@ FEATURES: tuple[JobFeature, ...] = (
     data.VIEWS,
     optim.GROUPS,
     optim.THAW,
+    optim.LORA,
     passes.RECOMPUTE,
     lost.LOST,
     lost.SHRINK,

@@ -38,6 +38,7 @@ NOT_TORCH: dict[str, Supported] = {
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
     "model.classifier_std": Supported((None,), 0.01),
     "model.freeze": Supported(([],), ["*.bias"]),
+    "model.lora": Supported(([],), ["fc*"]),
     "model.thaw": Supported(([],), '[{"at":1,"names":["*.bias"]}]'),
 }
 IN_JAX = {key: row for key, row in NOT_TORCH.items() if key != "shard.stage"}

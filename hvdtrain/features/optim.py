@@ -8,7 +8,7 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_set, other_than, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
 from hvdtrain.recipe.recipe import Recipe
 
 
@@ -138,3 +138,19 @@ def _thaw_conflicts(job: PlannedJob) -> Iterator[UserError]:
 
 # model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
 THAW = JobFeature(key="model.thaw", on=lambda config: bool(config.model.thaw), rules=(_thaw_conflicts,), lines_of_recipe=_lines_of_thaw)
+
+
+def _lora_conflicts(job: PlannedJob) -> Iterator[UserError]:
+    config, where = job.config, job.where("model.lora")
+    if not config.model.lora:
+        for key, usual in (("lora_rank", 8), ("lora_alpha", None), ("lora_dropout", 0.0)):
+            if getattr(config.model, key) != usual:
+                yield UserError(f"model.{key} needs model.lora", job.where(f"model.{key}"), "model.lora=['*.fc1'], the layers that get one")
+        return
+    for key, off in (("servers.count", 0), ("parallel.tensor", 1), ("parallel.dense", "none")):
+        if value_of(config, key) != off:
+            yield UserError(f"model.lora does not support {as_set(config, key)}", where, f"leave {key} or model.lora out")
+
+
+# model.lora: adapters of linear layers that each rank calls as a whole.
+LORA = JobFeature(key="model.lora", on=always, rules=(_lora_conflicts,))

@@ -42,3 +42,15 @@ def thawed_jobs(folder: str) -> None:
     for number, way in enumerate(THAW_WAYS):
         for steps in (5, 9):
             hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *thawed_words(way), "comm.engine=mpi")
+
+
+LORA = "model.name=mlp model.widths=[16,16] model.freeze=['fc1*'] model.lora=['fc2'] model.lora_rank=3 model.lora_alpha=6"
+LORA_WAYS = ["", "shard.stage=1", "shard.stage=2 optim.ema=0.9", "shard.stage=3", "parallel.pipeline=2 batch.micro=15"]
+
+
+def adapted_jobs(folder: str) -> None:
+    """One after the other, each stopped and resumed."""
+    for number, way in enumerate(LORA_WAYS):
+        words = [*JOB.split()[2:], *LORA.split(), *way.split(), "comm.engine=mpi", "optim.momentum=0.9"]
+        for steps in (4, 9):
+            hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *words)

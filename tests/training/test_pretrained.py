@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from pool import alone
-from pretrained_on_ranks import FROZEN, JOB, THAW_WAYS, THAWED, WAYS, thawed_words
+from pretrained_on_ranks import FROZEN, JOB, LORA, LORA_WAYS, THAW_WAYS, THAWED, WAYS, thawed_words
 from ranks import mpirun, needs_mpirun
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
 import hvdtrain
+from hvdtrain.__main__ import main
 from hvdtrain.errors import UserError
 
 
@@ -231,3 +232,92 @@ def test_what_is_not_thawed(words: str, what: str, tmp_path: Path) -> None:
     split = [word for word in re.split(r" (?=[a-z]+\.?[a-z]*=)", words) if word]
     with pytest.raises(UserError, match=what):
         hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), *split)
+
+
+def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
+    """W x + 2 B A x by torch's own gradient, from the adapter that the job began with; export --merged has W + 2 B A."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(40, 5))
+    data = {"x": x, "y": x.sum(1, keepdims=True) ** 2}
+    words = [
+        "batch.size=40",
+        "speed.precision=fp64",
+        "optim.name=sgd",
+        "optim.base_lr=0.05",
+        "task.standardize=false",
+        "task.name=regression",
+    ]
+    words += ["model.lora=['last']", "model.lora_rank=1", "model.lora_alpha=2", "model.freeze=['first*','norm*']", "optim.momentum=0"]
+    runs = []
+    for steps in (1, 5):
+        net = Net().double()
+        where = {"run": str(tmp_path / f"{steps}"), "stop.steps": steps}
+        runs.append(hvdtrain.train(where, *words, model=net, train_data=data, val_data=data))
+    given, start, end = Net().double(), runs[0].weights, runs[1].weights
+    a = torch.tensor(start["last.lora_A"], requires_grad=True)  # B is zero, so A does not move in the first step
+    b = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    given.norm.eval()
+    for _ in range(5):
+        features = torch.tanh(given.norm(given.first(torch.from_numpy(x)))).detach()
+        outputs = features @ (given.last.weight.detach() + 2 * b @ a).T + given.last.bias.detach()
+        ((outputs - torch.from_numpy(data["y"])) ** 2).mean().backward()
+        with torch.no_grad():
+            for p in (a, b):
+                assert p.grad is not None
+                p.sub_(0.05 * p.grad)
+                p.grad = None
+    np.testing.assert_allclose(end["last.lora_A"], a.detach().numpy(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(end["last.lora_B"], b.detach().numpy(), rtol=0, atol=1e-12)
+    whole = given.last.weight.detach() + 2 * b.detach() @ a.detach()
+    np.testing.assert_allclose(net.last.weight.detach().numpy(), whole.numpy(), rtol=0, atol=1e-12)
+    assert main(["export", str(runs[1].folder), "--to", str(tmp_path / "merged.safetensors"), "--merged"]) == 0
+    exported = load_file(tmp_path / "merged.safetensors")
+    assert exported.keys() == given.state_dict().keys()
+    np.testing.assert_allclose(exported["last.weight"], whole.numpy(), rtol=0, atol=1e-12)
+
+
+@needs_mpirun
+def test_adapters_on_any_number_of_ranks_and_stage(tmp_path: Path) -> None:
+    done = mpirun(2, alone("pretrained_on_ranks:adapted_jobs", str(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = {"run": str(tmp_path / "one"), "stop.steps": 9}
+    hvdtrain.train(one, *JOB.split()[2:], *LORA.split(), "optim.momentum=0.9")
+    expected = weights_of(tmp_path / "one")
+    assert {"fc2.weight", "fc2.lora_A", "fc2.lora_B"} < expected.keys() and np.abs(expected["fc2.lora_B"]).max() > 1e-3
+    for number, way in enumerate(LORA_WAYS):
+        found = weights_of(tmp_path / f"{number}")
+        assert found.keys() == expected.keys()
+        for name, weight in found.items():
+            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+
+
+class Around(torch.nn.Module):
+    """Takes the weight of its layer, and does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.flatten(1), self.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("model.name=mlp model.lora=['fc9']", "fits no torch.nn.Linear of the model"),
+        ("model.name=mlp model.lora=['head'] model.lora_rank=11", "model.lora_rank=11 is more than a layer"),
+        ("model.name=mlp model.lora_rank=4", "model.lora_rank needs model.lora"),
+        ("model.name=mlp model.lora=['fc1'] parallel.dense=b", "model.lora does not support parallel.dense=b"),
+        ("framework=jax model.name=mlp model.lora=['fc1']", "framework=jax does not support model.lora"),
+        ("model.name=test_pretrained:Around model.lora=['fc']", "the model does not call its layer fc: its adapter would do nothing"),
+    ],
+)
+def test_what_has_no_adapter(words: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words.split())
+
+
+def test_a_run_without_adapters_has_nothing_to_merge(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trained), "--to", str(tmp_path / "w.safetensors"), "--merged"]) == 2
+    assert "has no adapters" in capsys.readouterr().err

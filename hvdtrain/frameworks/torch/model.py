@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
+from hvdtrain.frameworks.torch import lora
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.norm import use_norm
@@ -42,13 +44,28 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
     freeze(model, config.model)
+    if config.model.lora:
+        lora.adapt(model, config.model)
+        _check_adapters(model, config, task)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model.freeze={list(config.model.freeze)} leaves nothing to train", config.where("model.freeze"), "fewer names")
     return model
+
+
+def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
+    """Raises UserError where one would do nothing. What else is wrong with the model is said where it is checked."""
+    try:
+        lora.check_calls(model, example(2, config, task, next(model.parameters()).detach().new_empty(0)), config.model)
+    except UserError:
+        raise
+    except Exception:
+        return
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
     """No gradient for the parameters that model.freeze fits and model.thaw does not, and running statistics that stay as they are.
 
-    Raises UserError where a pattern fits nothing, or all is frozen.
+    Raises UserError where a pattern fits nothing.
     """
     names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
     patterns, where = config.freeze, config.where("freeze")
@@ -71,8 +88,6 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     for name, module in model.named_modules():
         if any(is_frozen(f"{name}.{buffer}".removeprefix(".")) for buffer in RUNNING if buffer in module._buffers):
             stay(module)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"model.freeze={list(patterns)} leaves nothing to train", where, "fewer names")
 
 
 def stay(module: nn.Module) -> None:
@@ -254,6 +269,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 class Trained(Protocol):
     """What a script's own model takes from a learner."""
 
+    config: Config
     model: torch.nn.Module
 
     def weights(self) -> Arrays: ...
@@ -278,10 +294,11 @@ class GivenModel:
 
     def take(self, learner: Trained) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
-        arrays = learner.weights()
+        arrays = merged(learner.weights(), learner.config.model.lora_scale)
         state = {
             name: torch.from_numpy(arrays[name]) if name in arrays else value  # a module's extra state is no array
             for name, value in learner.model.state_dict().items()
+            if not is_adapter(name)
         }
         self.model.load_state_dict(state)
         self.model.train(learner.model.training)

@@ -1,0 +1,74 @@
+"""model.lora: low-rank adapters beside the frozen weights of linear layers.
+
+Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, A drawn as torch draws a linear layer's weights, B zero.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.errors import UserError, nearest, short
+
+
+class LoraLinear(nn.Linear):
+    """A torch.nn.Linear that became one with an adapter; its weight and bias keep their names."""
+
+    lora_A: nn.Parameter  # (rank, inputs)
+    lora_B: nn.Parameter  # (outputs, rank)
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        x = functional.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        return y + self.lora_scale * functional.linear(functional.linear(x, self.lora_A), self.lora_B)
+
+
+def adapt(model: nn.Module, config: ModelConfig) -> None:
+    """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias. Raises UserError where none fits."""
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for pattern in config.lora:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
+            what = f"model.lora: {short(pattern)} fits no torch.nn.Linear of the model"
+            raise UserError(what, config.where("lora"), nearest(pattern, list(layers)) if layers else "a model with linear layers")
+    for name, layer in layers.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lora):
+            _adapt(layer, config)
+
+
+def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
+    weight, rank = layer.weight, config.lora_rank
+    if rank > min(weight.shape):
+        what = f"model.lora_rank={rank} is more than a layer of {weight.shape[1]} inputs and {weight.shape[0]} outputs has"
+        raise UserError(what, config.where("lora_rank"), f"{min(weight.shape)} or less")
+    layer.requires_grad_(False)
+    layer.__class__ = LoraLinear
+    assert isinstance(layer, LoraLinear)
+    layer.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
+    layer.lora_B = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
+    nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
+    layer.lora_scale, layer.lora_dropout = config.lora_scale, config.lora_dropout
+
+
+def check_calls(model: nn.Module, x: torch.Tensor, config: ModelConfig) -> None:
+    """Raises UserError where a forward pass of x takes the weight of an adapted layer without calling the layer."""
+    waiting = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in waiting.values()]
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(x)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if left := [name for name, module in waiting.items() if module not in called]:
+        what = f"the model does not call its layer {left[0]}: its adapter would do nothing"
+        raise UserError(what, config.where("lora"), "fewer names in model.lora")
