@@ -686,6 +686,12 @@ class SpeedConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="cpu; cuda: the GPU with this rank's local rank; auto: that GPU if there is one, else the CPU"
     )
+    devices: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="devices of each rank, which divide the rows of its batches and have equal weights (framework=jax)",
+    )
     channels_last: bool | None = Field(
         default=None,
         description="channels-last memory format for images; default: yes for built-in models, no for a class of your own "

@@ -47,6 +47,7 @@ FEATURES: tuple[JobFeature, ...] = (
     frameworks.JAX,
     frameworks.NUMPY,
     frameworks.KERAS,
+    frameworks.DEVICES,
     RECIPE,
     reduce.ONE_STRATEGY,
     reduce.DISTRIBUTED_OPTIMIZER,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hvdtrain.features.job_feature import Exclusion, JobFeature, Values, as_yaml
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, as_yaml
 
 
 class Supported(NamedTuple):
@@ -68,6 +70,21 @@ def _exclusion(key: str, row: Supported) -> Exclusion:
     return Exclusion(key, values, fix=f"{{key}}={as_yaml(row.values[0])}, or framework=torch", words=row.words)
 
 
+def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:
+    """A callback of a synchronized norm, and the units of stage 3, are of one device."""
+    config, where = job.config, job.where("speed.devices")
+    set_to = f"speed.devices={config.speed.devices}"
+    if config.framework != "jax":
+        fix = "as many ranks as there are devices; or framework=jax"
+        yield UserError(f"framework={config.framework} has one device on each rank, not {set_to}", where, fix)
+    elif config.shard.stage == 3:
+        yield UserError(f"{set_to} and shard.stage=3 do not go together: a unit is gathered on one device", where, "shard.stage=2")
+    elif config.norm.kind == "sync":
+        fix = "norm.kind=batch, whose statistics are of all devices of a rank"
+        yield UserError(f"{set_to} and norm.kind=sync do not go together: ranks exchange statistics of one device", where, fix)
+
+
+DEVICES = JobFeature(key="speed.devices", on=lambda config: config.speed.devices > 1, rules=(_devices_of_a_rank,))
 JAX = JobFeature(
     key="framework",
     on=lambda config: config.framework == "jax",

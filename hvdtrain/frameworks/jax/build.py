@@ -23,7 +23,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     from hvdtrain.frameworks.jax.learner import JaxLearner, make_optimizer
     from hvdtrain.frameworks.jax.model import Target, build_model
 
-    target = Target(pick_device(jax, config, communicator), np.dtype("float64" if config.speed.precision == "fp64" else "float32"))
+    first, *others = pick_devices(jax, config, communicator)
+    target = Target(first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others))
     model = build_model(config, task, target, communicator)
     check_patterns(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
     return JaxLearner(config, model, make_optimizer(config, model), task, communicator, target)
@@ -67,6 +68,23 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
         raise UserError("no CUDA device is visible to jax", config.where("speed.device"), fix)
     return devices[communicator.local_rank % len(devices)]
+
+
+def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[Any]:
+    """The speed.devices of this rank: of those that JAX prefers a part for each local rank, or the CPU's.
+
+    Raises UserError where there are fewer.
+    """
+    wanted, first = config.speed.devices, pick_device(jax, config, communicator)
+    if wanted == 1:
+        return [first]
+    devices = jax.local_devices(backend=first.platform)
+    start = 0 if first.platform == "cpu" else communicator.local_rank * wanted % len(devices)
+    if start + wanted > len(devices):
+        what = f"local rank {communicator.local_rank} takes devices {start} to {start + wanted - 1} of JAX, which has {len(devices)} here"
+        fix = "fewer, or fewer ranks on this host; of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment"
+        raise UserError(what, config.where("speed.devices"), fix)
+    return list(devices[start : start + wanted])
 
 
 def check_optimizer(config: Config) -> None:

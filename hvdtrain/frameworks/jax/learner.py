@@ -84,7 +84,7 @@ class JaxLearner(Learner):
         else:
             strategy = Zero if config.shard.stage else Replicated
             self._strategy = strategy(config, model, optimizer, communicator, target, self._phases)
-            self._passes = WholePasses(Formulas(self.model, part, views))
+            self._passes = WholePasses(Formulas(self.model, part, views), target.everywhere)
         self.is_sharded = self._strategy.is_sharded
         self._optimizer, self._zero = optimizer, target.to_device(np.zeros((), target.dtype))
         self.weights = self._strategy.start_weights(model.start)
@@ -100,12 +100,13 @@ class JaxLearner(Learner):
             return DeviceBatch(0, 0, self._row_of_padding() if self.model.norms.ranks or self._passes.are_collective else {})
         weight = self.task.weight(batch)
         batch = augment.augment_batch(batch)
-        padding = rows_for(n, self.largest) - n
+        padding = rows_for(n, self.largest, 1 + len(self.target.others)) - n
         dtypes = {name: device_dtype(field, self.target.dtype) for name, field in self.task.fields.items()}
         dtypes |= {f"partner_{name}": dtype for name, dtype in dtypes.items()} | {"mixup_weight": self.target.dtype}
-        arrays = {name: self.target.to_device(_pad(batch[name].astype(dtype), padding)) for name, dtype in dtypes.items() if name in batch}
+        padded = {name: _pad(batch[name].astype(dtype), padding) for name, dtype in dtypes.items() if name in batch}
+        arrays = {name: self.target.rows_to_devices(array) for name, array in padded.items()}
         sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(self.target.dtype)
-        return DeviceBatch(n, weight, arrays | {"w": self.target.to_device(sample_weights)})
+        return DeviceBatch(n, weight, arrays | {"w": self.target.rows_to_devices(sample_weights)})
 
     def _row_of_padding(self) -> dict[str, jax.Array]:
         """What a rank without samples computes the collectives of synchronized norms with, and what a pass of blocks is traced with."""
@@ -252,7 +253,7 @@ class JaxLearner(Learner):
         return self.target.to_device(np.array(part, piece.dtype))
 
     def describe(self) -> str:
-        device = f"{self.target.device.platform}:{self.target.device.id}"
+        device = f"{self.target.device.platform}:{self.target.device.id}" + "".join(f"+{other.id}" for other in self.target.others)
         count = sum(math.prod(shape) for shape in self._optimizer.shapes)
         return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}"
 
@@ -301,15 +302,15 @@ def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:
     return -(-share // -(-share // (micro or share)))
 
 
-def rows_for(n: int, largest: int) -> int:
+def rows_for(n: int, largest: int, devices: int = 1) -> int:
     """Rows, with padding, for n samples: a function of n alone, so that a resumed job computes as a straight one.
 
-    It has few values, since each is compiled: `largest` for a little less, and any other n is rounded up to one of 8 in each doubling.
+    It has few values, since each is compiled: `largest` for a little less, and any other n is rounded up to one of 8 in each doubling;
+    each to as many rows for each device.
     """
-    if largest - max(1, largest // 8) <= n <= largest:
-        return largest
     step = max(1, 1 << n.bit_length() >> 4)
-    return -(-n // step) * step
+    rows = largest if largest - max(1, largest // 8) <= n <= largest else -(-n // step) * step
+    return -(-rows // devices) * devices
 
 
 def _pad(array: np.ndarray, padding: int) -> np.ndarray:

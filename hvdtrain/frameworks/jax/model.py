@@ -28,17 +28,34 @@ from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 class Target(NamedTuple):
     """The device that JAX computes on, and the number type of weights."""
 
-    device: jax.Device
+    device: jax.Device  # the first one
     dtype: np.dtype  # float32 or float64
+    others: tuple[jax.Device, ...] = ()  # further ones of this rank
 
     def enable_x64(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, and in this thread alone, JAX makes float64 arrays if that is `dtype`; no global setting changes."""
         return jax.enable_x64(self.dtype == np.float64)
 
     def to_device(self, array: np.ndarray) -> jax.Array:
-        """The array on the device, which may keep a view of its memory: do not write into it afterwards."""
+        """The array on every device, which may keep a view of its memory: do not write into it afterwards."""
         with self.enable_x64():
-            return jax.device_put(array, self.device)
+            return jax.device_put(array, self.everywhere or self.device)
+
+    def rows_to_devices(self, array: np.ndarray) -> jax.Array:
+        """The array of which each device has as many rows; else as of to_device()."""
+        with self.enable_x64():
+            return jax.device_put(array, _sharding((self.device, *self.others), by_rows=True) if self.others else self.device)
+
+    @property
+    def everywhere(self) -> jax.sharding.Sharding | None:
+        """That of an array which is whole on several devices; None where there is one."""
+        return _sharding((self.device, *self.others), by_rows=False) if self.others else None
+
+
+@functools.cache
+def _sharding(devices: tuple[jax.Device, ...], by_rows: bool) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(devices), ("rows",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows") if by_rows else jax.sharding.PartitionSpec())
 
 
 class Pass(NamedTuple):

@@ -107,8 +107,10 @@ class WholePasses:
 
     are_collective = False
 
-    def __init__(self, formulas: Formulas) -> None:
-        self.gradient, self.sums, self.outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
+    def __init__(self, formulas: Formulas, place: jax.sharding.Sharding | None) -> None:
+        """place: of the results, where a rank has several devices."""
+        compiled = functools.partial(jax.jit, out_shardings=place)
+        self.gradient, self.sums, self.outputs = compiled(formulas.gradient), compiled(formulas.sums), compiled(formulas.outputs)
 
     def all_weights(self, weights: Weights) -> Weights:
         return weights

@@ -77,7 +77,7 @@ class Replicated:
         self._measures = config.log.noise_scale
         self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
         update = Update(config, optimizer, communicator.size).update
-        self._update = jax.jit(update, static_argnames="noisy", donate_argnums=(0, 1))
+        self._update = jax.jit(update, static_argnames="noisy", donate_argnums=(0, 1), out_shardings=target.everywhere)
         self.optimizer_state = start_state(optimizer, model.start, target)
         self._length = sum(p.size for p in model.start)
         self._row: jax.Array | None = None  # the gradients so far

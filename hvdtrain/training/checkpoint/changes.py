@@ -41,7 +41,15 @@ _SAME_JOB = (
         "evaluate.every_steps",
     ),
     *("comm.engine", "comm.address", "comm.timeout_s", "comm.reduce", "comm.bucket_mb", "comm.tune", "comm.hierarchical", "comm.cycle_ms"),
-    *("comm.fusion_mb", "comm.device_memory", "speed.device", "speed.channels_last", "speed.compile", "speed.deterministic"),
+    *(
+        "comm.fusion_mb",
+        "comm.device_memory",
+        "speed.device",
+        "speed.devices",
+        "speed.channels_last",
+        "speed.compile",
+        "speed.deterministic",
+    ),
     *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )
 _SYNC_POINTS = ("log.every_steps", "checkpoint.every_steps", "evaluate.every_steps")  # where comm.local_steps averages the weights, too
