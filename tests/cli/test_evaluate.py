@@ -409,16 +409,17 @@ def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(run: Path
     assert len(beats) == len(pieces) + 2, "a weight and a bias"
 
 
-def test_of_the_stages_of_a_run_the_third_remains(tmp_path: Path) -> None:
+def test_of_the_stages_of_a_run_the_third_remains_and_of_its_devices_none(tmp_path: Path) -> None:
     def kept(run: Path) -> list[Assignment]:
-        return [a for a in read_former_run([read_argument(f"resume={run}")]) if a.key.startswith("shard.")]
+        return [a for a in read_former_run([read_argument(f"resume={run}")]) if a.key.startswith(("shard.", "speed.devices"))]
 
     run = tmp_path / "run"
     assert main([*TRAIN, "shard.stage=2", "max_steps=1", f"run={run}"]) == 0
     assert kept(run) == []
     text = (run / "config.yaml").read_text()
     assert text.count("stage: 2") == 1
-    (run / "config.yaml").write_text(text.replace("stage: 2", "stage: 3"))
+    assert text.count("devices: 1") == 1
+    (run / "config.yaml").write_text(text.replace("stage: 2", "stage: 3").replace("devices: 1", "devices: 2"))
     assert [(a.key, a.value) for a in kept(run)] == [("shard.stage", 3)]
     with pytest.raises(UserError, match="which the horovod engine does not make") as caught:
         refuse_conflicts(configure(None, ["batch.size=2"], kept(run)), "horovod", 2)

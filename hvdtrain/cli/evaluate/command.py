@@ -321,7 +321,7 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     its model may fit no rank.
     """
     given = {assignment.key: assignment.value for assignment in assigned}
-    dropped = ("data.val_share",) if {"data.root", "data.name"} & given.keys() else ()
+    dropped = ("speed.devices", *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()))  # this machine may have fewer
     former = read_resumed(assigned)
     kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
     kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
