@@ -170,7 +170,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
         (["run"], ["--to is missing\n", "fix: hvdtrain export RUN"]),
         (["run", "--to"], ["argument --to: expected one argument\n", "fix: hvdtrain export RUN"]),
         (["run", "--too", "m.pt"], ["unknown argument '--too'\n", "fix: did you mean --to?; hvdtrain export RUN"]),
-        (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --force; hvdtrain"]),
+        (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --merged, --force; hvdtrain"]),
         (
             ["run", "--to", "m.onnx"],
             ["m.onnx ends neither in .safetensors nor in .pt or .keras\n  where: --to\n  fix: as in --to model.safetensors"],
