@@ -327,7 +327,7 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
 def _inputs(data: dict[str, Any]) -> dict[str, str]:
     """The formula of what the model gets, and its numbers; nothing where the task is not hvdtrain's, or the checkpoint does not say it."""
     task = data.get("task", "classification")
-    if task not in ("classification", "multilabel", "regression") and not (isinstance(task, str) and is_object(task)):
+    if task not in ("classification", "multilabel", "segmentation", "regression") and not (isinstance(task, str) and is_object(task)):
         return {}
     try:
         transform = transform_of_facts(data)

@@ -159,6 +159,7 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("lm", "language_model", "language_modeling", "causal_lm", "next_token", "gpt"), "language"),
         **dict.fromkeys(("classify", "classifier", "image_classification"), "classification"),
         **dict.fromkeys(("multi_label", "multi-label", "tagging"), "multilabel"),
+        **dict.fromkeys(("semantic_segmentation", "segment", "masks"), "segmentation"),
     },
     "model.name": {
         **dict.fromkeys(("wideresnet", "wrn"), "wide_resnet"),

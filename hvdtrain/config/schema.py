@@ -82,8 +82,8 @@ class TaskConfig(OpenSection):
     section = "task"
     name: str = Field(
         default="classification",
-        description="task: classification (images of classes), multilabel (several labels), regression (numbers), language (the next "
-        "token), or package.module:build of your own",
+        description="task: classification (images of classes), multilabel (several labels), segmentation (classes of pixels), "
+        "regression (numbers), language (the next token), or package.module:build of your own",
     )
 
 

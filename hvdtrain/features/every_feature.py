@@ -90,5 +90,6 @@ FEATURES: tuple[JobFeature, ...] = (
     tasks.IGNORED_LABEL,
     tasks.CLASSIFICATION,
     tasks.MULTILABEL,
+    tasks.SEGMENTATION,
     comm.RANKS,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows
 )

@@ -112,3 +112,4 @@ IGNORED_LABEL = JobFeature(
 )
 CLASSIFICATION = JobFeature(key="task.name", on=_is_classification, rules=(_shares,))
 MULTILABEL = JobFeature(key="task.name", on=lambda config: config.task.name == "multilabel", rules=(_keys_of_classes,))
+SEGMENTATION = JobFeature(key="task.name", on=lambda config: config.task.name == "segmentation", rules=(_keys_of_classes,))

@@ -48,6 +48,25 @@ def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool or is_image else tensor.long()
 
 
+MAIN_OUTPUTS = ("out", "logits")  # what torchvision's segmentation nets and transformers' models call it
+
+
+def main_output(outputs: Any) -> Any:
+    """The tensor that a task of hvdtrain's learns from: of a tuple the first, of a dict "out", "logits" or its only one.
+
+    Raises UserError for a dict of several others.
+    """
+    if isinstance(outputs, (tuple, list)) and outputs:
+        return main_output(outputs[0])
+    if not isinstance(outputs, Mapping) or not outputs:
+        return outputs
+    name = next((name for name in MAIN_OUTPUTS if name in outputs), None)
+    if name is None and len(outputs) > 1:
+        what = f"the model gives a dict of {', '.join(map(str, outputs))}, and which of them is learned from is not known"
+        raise UserError(what, "model.name", f"a model that gives a tensor, or names it {' or '.join(MAIN_OUTPUTS)}")
+    return main_output(outputs[next(iter(outputs)) if name is None else name])
+
+
 def as_tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """On the device of `like`."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
@@ -67,6 +86,7 @@ class TorchClassification:
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
         """With mixup weight L(label) + (1 - weight) L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""
+        outputs = main_output(outputs)
         loss = self._of_labels(outputs, batch["y"], training)
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].to(loss.dtype)
@@ -94,6 +114,7 @@ class TorchRegression:
         return self._inputs(batch["x"])
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        outputs = main_output(outputs)
         target = batch["y"].to(self._target_mean.dtype).reshape(outputs.shape)  # (n, outputs)
         error = outputs - target
         squares, absolute = error.square(), error.abs()
@@ -121,9 +142,46 @@ class TorchMultilabel:
         return self._inputs(batch["x"])
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        outputs = main_output(outputs)
         loss = functional.binary_cross_entropy_with_logits(outputs, batch["y"].to(outputs.dtype), reduction="none").mean(1)
         logits = outputs.detach()
         return Each(loss, terms(logits, logits.sigmoid(), batch["y"] > 0, self._edges))
+
+
+class TorchSegmentation:
+    """Logits (n, classes, H, W), or several outputs of which main_output() is that; y (n, H, W). Images are uint8 (n, C, H, W)."""
+
+    def __init__(self, inputs: TorchInputs, classes: int, ignored: int | None, dice: float) -> None:
+        self._inputs, self._classes, self._ignored, self._dice = inputs, classes, ignored, dice
+
+    def inputs(self, batch: Tensors) -> torch.Tensor:
+        return self._inputs(batch["x"])
+
+    def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
+        outputs = main_output(outputs)
+        y = batch["y"].long()
+        y = y if self._ignored is None else y.masked_fill(y == self._ignored, _NONE)
+        counts = y != _NONE  # (n, H, W)
+        pixels = counts.flatten(1).sum(1)
+        loss = functional.cross_entropy(outputs, y, reduction="none", ignore_index=_NONE).flatten(1).sum(1)
+        if self._dice:
+            loss = loss + self._dice * pixels * (1.0 - self._dice_of_each(outputs, y, counts))
+        return Each(loss, {"pixels": pixels, "confusion": self._confusion(outputs, y, counts)})
+
+    def _dice_of_each(self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """(n,): 2 sum(p g) / (sum(p) + sum(g)) over pixels, the mean over the classes that a sample has."""
+        shares = (outputs.softmax(1) * counts[:, None]).flatten(2)  # (n, classes, H W)
+        is_there = functional.one_hot(y.clamp(min=0), self._classes).movedim(3, 1).flatten(2) * counts.flatten(1)[:, None]
+        area = is_there.sum(2)  # (n, classes)
+        each = 2.0 * (shares * is_there).sum(2) / (shares.sum(2) + area).clamp(min=1e-30)
+        return torch.where(area > 0, each, 0.0).sum(1) / (area > 0).sum(1).clamp(min=1)
+
+    def _confusion(self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """int64 (n, classes ** 2): pixels by [label, said]."""
+        cells = self._classes**2
+        of_sample = cells * torch.arange(len(y), device=y.device)[:, None, None]
+        cell = of_sample + self._classes * y + outputs.detach().argmax(1)
+        return torch.bincount(cell[counts], minlength=len(y) * cells).view(len(y), cells)
 
 
 _NONE = -100  # a target that is not predicted

@@ -22,6 +22,7 @@ from hvdtrain.data.codebook import FILE, MOST_FILE_BYTES, Codebook, TokenImages,
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
@@ -60,7 +61,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     task = build_task(train, val, config)
     build_recipe(config, len(train), task.sizes.get("context"))
     evaluated_part(config, val)
-    return Datasets(as_declared(train, task.fields), as_declared(val, task.fields), task)
+    moved = with_moved_masks(as_declared(train, task.fields), getattr(task, "masks", {}), config.augment)
+    return Datasets(moved, as_declared(val, task.fields), task)
 
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:

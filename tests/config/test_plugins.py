@@ -24,7 +24,7 @@ def test_every_name_loads() -> None:
 
 
 def test_known_names() -> None:
-    images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"}
+    images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset", "image_masks"}
     stored = {"hdf5", "netcdf", "zarr", "parquet", "csv", "npz"}
     assert images | stored | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))

@@ -41,6 +41,22 @@ def labels(split: str) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.concatenate([above, np.zeros_like(above[:, :1])], 1)}
 
 
+def shapes(split: str) -> dict[str, np.ndarray]:
+    """Noisy images with a rectangle and a disc, and the class of each pixel; the last rows of some have none, 255."""
+    random = np.random.default_rng(["train", "val"].index(split))
+    samples = {"train": 40, "val": 12}[split]
+    rows, columns = np.mgrid[:16, :16]
+    y = np.zeros((samples, 16, 16), np.uint8)
+    for mask in y:
+        top, left, row, column = random.integers(0, 9, 4)
+        mask[top : top + 6, left : left + 5] = 1
+        mask[(rows - row - 4) ** 2 + (columns - column - 4) ** 2 < 12] = 2
+    colours = np.array([[60, 60, 60], [180, 90, 60], [60, 90, 180]])
+    x = (colours[y] + random.normal(0, 25, (samples, 16, 16, 3))).clip(0, 255).astype(np.uint8)
+    y[rows[None] >= 16 - (np.arange(samples) % 5)[:, None, None]] = 255
+    return {"x": x, "y": y}
+
+
 def partly_labelled(split: str) -> dict[str, np.ndarray]:
     """The same; two of five samples, and all of the first twenty, have no class."""
     found = classes(split)

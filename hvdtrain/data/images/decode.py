@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
@@ -156,6 +157,26 @@ def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple
     """Height and width of an image, from its header alone. Raises UserError."""
     image = Undecoded(content, name, upright)
     return image.height, image.width
+
+
+def mask_numbers(content: bytes, shape: tuple[int, int], box: Box | None, name: Name) -> np.ndarray:
+    """uint8 (H, W): the numbers of a mask's pixels, those of its palette where it has one; the box by its nearest pixels, or the whole.
+
+    Raises UserError for an image with colours or more than 8 bits, and for a damaged one.
+    """
+    import numpy as np
+    from PIL.Image import Resampling
+
+    image = _open(content, name)
+    if image.mode not in ("1", "L", "P"):
+        what = f"the mask has pixels of mode {image.mode}, not the number of a class"
+        raise UserError(what, name(), "a PNG of 8 bits without colours, or with a palette")
+    with _pixel_budget.reserve(image.height * image.width), _named_errors(name):
+        whole: Image = image
+        if box is not None:
+            edges = box.left, box.top, box.left + box.width, box.top + box.height
+            whole = image.resize(shape[::-1], Resampling.NEAREST, edges)
+        return np.array(whole, np.uint8).reshape(shape)
 
 
 def _turned(image: Image, orientation: int) -> Image:

@@ -18,6 +18,7 @@ from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import SplitLogits, whole_logits
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.tasks.task import Part, Task
+from hvdtrain.tasks.torch import MAIN_OUTPUTS, rows_of
 
 ONE_VALUE = "more than 1 value per channel"  # in what a batch norm of torch raises
 WhenEmpty = Literal["skip", "call", "call with zeros"]
@@ -44,9 +45,12 @@ class TrainingModel(torch.nn.Module):
 
 
 def first_of(outputs: Any) -> Any:
-    """A model's output, or the first of several in a tuple, a list or a dict; all else is what it is."""
-    if isinstance(outputs, (tuple, list, dict)) and outputs:
-        return first_of(next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0])
+    """A model's output, or the first of several in a tuple, a list or a dict, of which one may be named; all else is what it is."""
+    if isinstance(outputs, dict) and outputs:
+        named = (outputs[name] for name in MAIN_OUTPUTS if name in outputs)
+        return first_of(next(named, next(iter(outputs.values()))))
+    if isinstance(outputs, (tuple, list)) and outputs:
+        return first_of(outputs[0])
     return outputs
 
 
@@ -56,7 +60,7 @@ def call_with_zeros(model: torch.nn.Module, x: torch.Tensor) -> Any:
         outputs = model(x.new_zeros(2, *x.shape[1:]))
     if isinstance(outputs, SplitLogits):
         return outputs.local.sum() * 0.0
-    return tuple(output[:0] for output in outputs) if isinstance(outputs, tuple) else outputs[:0]
+    return rows_of(outputs, slice(0))
 
 
 @contextlib.contextmanager

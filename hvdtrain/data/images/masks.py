@@ -1,0 +1,81 @@
+"""Masks that move with their images: the nearest pixel under the crop, shift and flip that augmentation draws for a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.data.images.augment import AugmentationParameters, draw
+from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
+from hvdtrain.data.source import AroundSource, Source, read_in_epochs
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+
+def moves_pixels(augment: AugmentConfig) -> bool:
+    """Whether an augmentation puts pixels in other places."""
+    return bool(augment.crop or augment.resized_crop or augment.flip)
+
+
+@dataclass(frozen=True, eq=False)
+class MovedMasks(AroundSource):
+    """A source whose masks are read for training as augmentation moves the image x of the same sample in the same epoch."""
+
+    source: Source
+    masks: Mapping[str, int]  # fields (n, H, W) of integers, and the label of what is outside of the image
+    augment: AugmentConfig
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return self.source.read(indices)
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        batch = read_in_epochs(self.source, indices, epochs, seed)
+        height, width, channels = self.source.fields["x"].shape
+        parameters = draw(self.augment, seed, epochs, indices, (height, width, channels))
+        return {**batch, **{name: move(batch[name], parameters, outside) for name, outside in self.masks.items()}}
+
+
+def with_moved_masks(source: Source, masks: Mapping[str, int | None], augment: AugmentConfig) -> Source:
+    """The source, whose masks move where augmentation moves pixels. Raises UserError where pixels from outside would have no class."""
+    if not masks or not moves_pixels(augment):
+        return source
+    if augment.crop and augment.pad == "zeros" and None in masks.values():
+        what = f"augment.crop={augment.crop} shows black pixels from outside of the image, which have no class"
+        raise UserError(what, augment.where("crop"), "task.ignore_label=255 leaves them out; or augment.pad=reflect")
+    return MovedMasks(source, {name: outside or 0 for name, outside in masks.items()}, augment)
+
+
+def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:
+    """Masks of integers (n, H, W) with the pixels that apply() of augment.py gives their images; of a resized crop the nearest."""
+    rows, columns = _sources_of_pixels(parameters, *masks.shape)
+    n, height, width = masks.shape
+    found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1)[:, :, None], columns.clip(0, width - 1)[:, None]]
+    is_inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None]
+    return np.where(is_inside, found, np.asarray(outside, masks.dtype))
+
+
+def _sources_of_pixels(parameters: AugmentationParameters, n: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The row and the column that each pixel comes from, int64 (n, H) and (n, W), which may be outside of the image."""
+    if parameters.crop_box is not None:
+        down, across = interpolate_box(parameters.crop_box, parameters.flipped, height, width)
+        rows, columns = (np.where(2 * axis.weight < WEIGHT_ONE, axis.low, axis.high) for axis in (down, across))
+        return rows, columns
+    shift = parameters.shift if parameters.shift is not None else parameters.reflected_shift
+    shift = np.zeros((n, 2), np.int64) if shift is None else shift
+    rows, columns = np.arange(height) + shift[:, :1], np.arange(width) + shift[:, 1:]
+    if parameters.reflected_shift is not None:
+        rows, columns = _reflected(rows, height), _reflected(columns, width)
+    if parameters.flipped is not None:
+        columns = np.where(parameters.flipped[:, None], columns[:, ::-1], columns)
+    return rows, columns
+
+
+def _reflected(at: np.ndarray, size: int) -> Any:
+    """Places outside of 0 ... size - 1 mirrored at the pixels of the border."""
+    return np.where(at < 0, -at, np.where(at >= size, 2 * (size - 1) - at, at))

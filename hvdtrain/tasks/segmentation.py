@@ -1,0 +1,211 @@
+"""The class of each pixel of an image: cross-entropy over pixels and Dice, pixel accuracy, mean intersection over union."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.source import Field, Source, arrays_in_memory
+from hvdtrain.data.subset import Subset
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
+from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
+
+Objective = Literal["loss", "accuracy", "mean_iou"]
+_MOST = 2**26  # pixels of an image
+_MOST_CLASSES = 1000  # whose confusion matrix is added up: 8 MB
+_OPTION = "task.ignore_label"
+
+
+def pixel_accuracy(sums: Sums) -> float:
+    """The share of the pixels with a class that the model says; NaN without any."""
+    confusion = np.asarray(sums["confusion"], np.float64)
+    size = math.isqrt(len(confusion))
+    return float(np.trace(confusion.reshape(size, size)) / sums["pixels"]) if sums["pixels"] else math.nan
+
+
+def mean_iou(sums: Sums) -> float:
+    """The mean over classes that are there, or that the model says, of intersection over union; NaN without any pixel."""
+    if not sums["pixels"]:
+        return math.nan
+    found = iou_of_classes(np.asarray(sums["confusion"], np.float64))
+    return float(np.mean(found[~np.isnan(found)]))
+
+
+def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
+    """float64 (classes,): intersection over union, from counts (classes ** 2,) by [label, said]; NaN of a class in neither."""
+    size = math.isqrt(len(confusion))
+    matrix = confusion.reshape(size, size)
+    both, union = np.diagonal(matrix), matrix.sum(0) + matrix.sum(1) - np.diagonal(matrix)
+    return np.where(union > 0, both / np.maximum(union, 1.0), np.nan)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Images x in, of each pixel one of `classes` classes out; pixels of the label `ignored` are in no loss and no metric."""
+
+    x: Field  # uint8 (H, W, C), or floats (C, H, W)
+    classes: int
+    mean: np.ndarray  # float64, of Transform
+    std: np.ndarray
+    ignored: int | None = None
+    dice: float = 0.0  # weight of the Dice term in the loss
+    objective: Objective = "mean_iou"
+
+    name = "segmentation"
+    metrics = (
+        Metric("loss", ratio("loss", "pixels"), "min"),
+        Metric("accuracy", pixel_accuracy, "max", column="acc", percent=True),
+        Metric("mean_iou", mean_iou, "max", column="iou", percent=True),
+    )
+    sample_weight: ClassVar[int | None] = None  # how many pixels count is known of each batch alone: crops change it
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        largest = max(self.classes - 1, self.ignored or 0)
+        is_small = largest < 256 and (self.ignored is None or self.ignored >= 0)
+        return {"x": self.x, "y": Field("uint8" if is_small else "int64", self.pixels, self.classes, self.ignored)}
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """(H, W)"""
+        height, width = self.x.shape[:2] if is_image(self.x) else self.x.shape[1:]
+        return height, width
+
+    @property
+    def masks(self) -> dict[str, int | None]:
+        """The fields of pixels that move with x, and the label of what is outside of the image."""
+        return {"y": self.ignored}
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return {"loss": 0, "pixels": 0, "confusion": self.classes**2}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """`shape` is (H, W, C) of floats (C, H, W) too; `pixel_classes`: outputs of each pixel."""
+        channels = self.x.shape[2] if is_image(self.x) else self.x.shape[0]
+        return {"shape": (*self.pixels, channels), "pixel_classes": self.classes}
+
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.x, self.mean, self.std)
+
+    @property
+    def summary(self) -> str:
+        return f"{'x'.join(map(str, self.x.shape))} {self.x.dtype}, {self.classes:,} class{'es' * (self.classes > 1)} of pixels"
+
+    def weight(self, batch: Batch) -> int:
+        """The pixels that have a class."""
+        y = batch["y"]
+        return int(y.size if self.ignored is None else np.count_nonzero(y != self.ignored))
+
+    def facts(self) -> dict[str, Any]:
+        of_x = {"x": [self.x.dtype, list(self.x.shape)], "mean": self.mean.tolist(), "std": self.std.tolist()}
+        return of_x | {"classes": self.classes, "ignore_label": self.ignored, "dice": self.dice, "objective": self.objective}
+
+    def outputs(self, samples: int) -> str:
+        return f"logits {(samples, self.classes, *self.pixels)}"
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return found == (samples, self.classes, *self.pixels)
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.torch import TorchInputs, TorchSegmentation
+
+        inputs = TorchInputs(self.transform, place, is_users_model(model))
+        return TorchSegmentation(inputs, self.classes, self.ignored, self.dice)
+
+
+def build(
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    users_model: bool = False,
+    *,
+    classes: int | None = None,
+    ignore_label: int | None = None,
+    dice: float = 0.0,
+    objective: Literal["loss", "accuracy", "mean_iou"] = "mean_iou",
+    standardize: bool | None = None,
+) -> Segmentation:
+    """From images x to masks y (H, W) of the numbers of classes.
+
+    classes: of pixels (none: one more than the largest number in masks that are in memory)
+    ignore_label: number of pixels without a class, as 255 or -1, which are in no loss and no metric (none: every number is a class)
+    dice: weight of the Dice term beside the cross-entropy, as 0.5; 0: without it
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy, mean_iou
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+
+    Raises UserError where the data are no images with masks, the number of classes is not known, or the sets do not fit each other.
+    """
+    x = find_field(train, "x", name, where, "images uint8 (H, W, C) or floats (C, H, W)")
+    y = find_field(train, "y", name, where, "masks of integers (H, W)")
+    for field, kind in (("x", x), ("y", y)):
+        other = find_field(val, field, name, where, "as in the training set")
+        if other.shape != kind.shape or other.dtype != kind.dtype:
+            what = f"{field} is {kind} in the training set, {other} in the validation set"
+            raise UserError(what, where, "both sets need the same fields")
+    _check_shapes(x, y, where)
+    if not (math.isfinite(dice) and dice >= 0):
+        raise UserError(f"task.dice={dice}", "task.dice", "0 or more, as 0.5")
+    if ignore_label is not None and abs(ignore_label) >= 2**31:
+        raise UserError(f"{_OPTION}={ignore_label} is no label", _OPTION, "a number of 32 bits, as -1 or 255")
+    count = classes or _classes((train, val), ignore_label, where)
+    if not 2 <= count <= _MOST_CLASSES:
+        what = f"{count:,} classes of pixels, of which 2 to {_MOST_CLASSES:,} can be counted"
+        raise UserError(what, "task.classes" if classes else where, f"{_OPTION}=255 where masks have 255 on pixels without a class")
+    mean, std = input_stats(train, standardize, users_model)
+    return Segmentation(x._replace(values=0), count, mean, std, ignore_label, dice, objective)
+
+
+def _check_shapes(x: Field, y: Field, where: str) -> None:
+    """Raises UserError where x is no image, or y no mask of its pixels."""
+    if len(x.shape) != 3 or not (is_image(x) or np.dtype(x.dtype).kind == "f"):
+        fix = "x[..., None] of grey images" if len(x.shape) == 2 else "images uint8 (n, H, W, C), or floats (n, C, H, W)"
+        raise UserError(f"task.name=segmentation needs images x; x is {x}", where, fix)
+    pixels = x.shape[:2] if is_image(x) else x.shape[1:]
+    if y.shape != pixels or np.dtype(y.dtype).kind not in "iub":
+        fix = "y[:, 0]" if y.shape == (1, *pixels) else "y[..., 0]" if y.shape == (*pixels, 1) else "one integer for each pixel"
+        raise UserError(f"task.name=segmentation needs masks y {pixels} of integers; y is {y}", where, fix)
+
+
+def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) -> int:
+    """One more than the largest number of the masks. Raises UserError where they are not in memory."""
+    declared = max(source.fields["y"].values for source in sources)
+    if declared:
+        return declared
+    largest = -1
+    for source in sources:
+        whole = source.source if isinstance(source, Subset) else source
+        arrays = arrays_in_memory(whole)
+        if arrays is None:
+            what = "the number of classes is not known: masks are read sample by sample"
+            raise UserError(what, where, "task.classes=N")
+        for start in range(0, len(whole), 256):
+            numbers = arrays["y"][start : start + 256]
+            numbers = numbers if ignored is None else numbers[numbers != ignored]
+            largest = max(largest, int(numbers.max()) if numbers.size else -1)
+    return largest + 1
+
+
+def restore(facts: dict[str, Any]) -> Segmentation:
+    """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    dtype, shape = facts["x"]
+    x, ignored, dice = Field(np.dtype(dtype).name, tuple(shape)), facts["ignore_label"], facts["dice"]
+    if len(x.shape) != 3 or not all(type(size) is int and size >= 1 for size in x.shape) or math.prod(x.shape) > _MOST:
+        raise ValueError("impossible shape")
+    if type(facts["classes"]) is not int or not 2 <= facts["classes"] <= _MOST_CLASSES or facts["objective"] not in get_args(Objective):
+        raise ValueError("impossible classes or objective")
+    if not (ignored is None or (type(ignored) is int and abs(ignored) < 2**31)) or not (math.isfinite(dice) and dice >= 0):
+        raise ValueError("impossible ignore_label or dice")
+    mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
+    check_stats(x, mean, std)
+    return Segmentation(x, facts["classes"], mean, std, ignored, float(dice), facts["objective"])

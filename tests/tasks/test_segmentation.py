@@ -1,0 +1,343 @@
+"""Classes of pixels: losses and gradients beside torch's, mean IoU beside scikit-learn's, masks that move with images, whole jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_data
+import pytest
+import torch
+from PIL import Image
+from rank_threads import in_threads
+from sklearn.metrics import accuracy_score, jaccard_score
+from torch.nn import functional
+
+import hvdtrain
+from hvdtrain.__main__ import main
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.on_all_ranks import allreduce_sums
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.core.metrics import add_sums, zero_sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.data.images import augment
+from hvdtrain.data.images.masks import MovedMasks, move, with_moved_masks
+from hvdtrain.data.own.as_source import as_declared, as_source
+from hvdtrain.data.source import Source
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.models import unet
+from hvdtrain.tasks import segmentation
+from hvdtrain.tasks.segmentation import Segmentation
+from hvdtrain.training.build import build_learner
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.datasets import open_datasets
+
+UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2"]
+WORDS = ["data.name=own_data:shapes", "task.name=segmentation", "task.ignore_label=255", *UNET, "speed.precision=fp64", "optim.name=sgd"]
+SHARES = {1: [0, 12], 2: [0, 9, 12], 3: [0, 1, 3, 12]}  # where the ranks' samples begin and end
+
+
+def declared(split: str = "val", **options: Any) -> tuple[Source, Segmentation]:
+    source = as_source(own_data.shapes(split), "mine", "data.name")
+    task = segmentation.build("segmentation", source, source, "task.name", **{"ignore_label": 255, **options})
+    return as_declared(source, task.fields), task
+
+
+def learner_of(task: Segmentation, communicator: Communicator, first: dict[str, np.ndarray] | None = None) -> Any:
+    """first: its weights, since ranks that are threads draw from one generator."""
+    found: Any = build_learner(configure(None, WORDS[1:]), task, communicator)
+    found.load(first or found.state())
+    return found
+
+
+def normalized(task: Segmentation, rows: slice = slice(None)) -> torch.Tensor:
+    x = (own_data.shapes("val")["x"][rows] / 255 - task.mean) / task.std
+    return torch.tensor(x).permute(0, 3, 1, 2)
+
+
+def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float) -> torch.Tensor:
+    """The mean over all pixels with a class; Dice of each sample and class by a loop, weighted by the pixels of the sample."""
+    total = functional.cross_entropy(logits, y, ignore_index=255, reduction="sum")
+    for shares, mask in zip(logits.softmax(1), y, strict=True):
+        known = mask != 255
+        of_classes = []
+        for label in mask[known].unique():
+            p, g = shares[int(label)][known], (mask[known] == label).double()
+            of_classes.append(2 * (p * g).sum() / (p.sum() + g.sum()))
+        total = total + dice * known.sum() * (1 - torch.stack(of_classes).mean())
+    return total / (y != 255).sum()
+
+
+@pytest.mark.parametrize("dice", [0.0, 0.5])
+def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float) -> None:
+    """Samples have different numbers of pixels with a class."""
+    source, task = declared(dice=dice)
+    y = torch.tensor(own_data.shapes("val")["y"]).long()
+    assert len({int((mask != 255).sum()) for mask in y}) > 3
+    alone = learner_of(task, SingleProcessCommunicator())
+    model, first = alone.model, {name: array.copy() for name, array in alone.state().items()}
+    for _ in range(2):
+        loss = loss_by_hand(model(normalized(task)), y, dice)
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                p.sub_(gradient, alpha=0.3)
+    expected = {f"p.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+
+    def trained(rank: Communicator) -> dict[str, np.ndarray]:
+        one, edges = learner_of(task, rank, first), SHARES[rank.size]
+        rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
+        for step in range(2):
+            micro = [one.to_device(source.read(part)) for part in (rows[:4], rows[4:])]
+            one.step(micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step)
+        found: dict[str, np.ndarray] = one.state()
+        return found
+
+    for size in (1, 2, 3):
+        for found in in_threads(size, trained):
+            for name, array in expected.items():
+                np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-14)
+
+
+def test_metrics_are_those_of_scikit_learn_on_uneven_shares() -> None:
+    source, task = declared()
+    alone = learner_of(task, SingleProcessCommunicator())
+    logits, first = alone.model(normalized(task)).detach(), alone.state()
+    y = own_data.shapes("val")["y"]
+    known = y != 255
+    labels, said = y[known], logits.argmax(1).numpy()[known]
+
+    def evaluated(rank: Communicator) -> dict[str, float]:
+        one, sums, rows = learner_of(task, rank, first), zero_sums(task.sums), SHARES[3][rank.rank : rank.rank + 2]
+        for start in range(*rows, 4):
+            sums = add_sums(sums, one.evaluate(one.to_device(source.read(np.arange(start, min(start + 4, rows[1]))))))
+        total = allreduce_sums(rank, sums, "test", task.sums)
+        return {metric.name: metric.of(total) for metric in task.metrics}
+
+    expected = {
+        "loss": functional.cross_entropy(logits, torch.tensor(y).long(), ignore_index=255).item(),
+        "accuracy": accuracy_score(labels, said),
+        "mean_iou": jaccard_score(labels, said, average="macro", labels=np.unique([labels, said])),
+    }
+    for found in in_threads(3, evaluated):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_classes_that_are_nowhere_are_not_in_the_mean() -> None:
+    sums = {"count": 1, "pixels": 4.0, "confusion": np.array([2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])}
+    assert segmentation.mean_iou(sums) == pytest.approx((2 / 3 + 1 / 2) / 2) and segmentation.pixel_accuracy(sums) == 0.75
+    assert np.isnan(segmentation.mean_iou(sums | {"pixels": 0.0})) and np.isnan(segmentation.iou_of_classes(sums["confusion"])[2])
+
+
+# masks that move
+
+
+@pytest.mark.parametrize(
+    "words", ["augment.flip=true", "augment.crop=3 augment.flip=true", "augment.crop=3 augment.pad=reflect augment.flip=alternating"]
+)
+def test_masks_move_as_their_images_do(words: str) -> None:
+    """Of images that are their masks: black pixels from outside of an image are 0 in it, and 9 in the mask."""
+    masks = np.random.default_rng(1).integers(1, 9, (40, 10, 8)).astype(np.uint8)
+    config = configure(None, words.split()).augment
+    samples, epochs = np.arange(40), np.arange(40) // 10
+    parameters = augment.draw(config, 7, epochs, samples, (10, 8, 1))
+    images = augment.apply(masks[..., None], parameters)[..., 0]
+    moved = move(masks, parameters, 9)
+    assert (np.where(images == 0, 9, images) == moved).all() and (moved != masks).any()
+    source = as_source({"x": masks[..., None], "y": masks}, "mine", "data.name")
+    found = with_moved_masks(source, {"y": 9}, config)
+    assert isinstance(found, MovedMasks) and (found.read_in_epochs(samples, epochs, 7)["y"] == moved).all()
+    assert (found.read(samples)["y"] == masks).all() and (found.read_in_epochs(samples[3:5], epochs[3:5], 7)["y"] == moved[3:5]).all()
+
+
+def test_a_resized_crop_takes_the_nearest_pixel() -> None:
+    """Of images with large areas: pixels that are not mixed with others are those of the mask."""
+    masks = np.kron(np.random.default_rng(2).integers(0, 2, (30, 2, 2)), np.ones((8, 8))).astype(np.uint8)
+    config = configure(None, ["augment.resized_crop=0.3", "augment.flip=true"]).augment
+    parameters = augment.draw(config, 3, np.zeros(30, np.int64), np.arange(30), (16, 16, 1))
+    images = augment.apply(255 * masks[..., None], parameters)[..., 0]
+    moved = move(masks, parameters, 0)
+    pure = (images == 0) | (images == 255)
+    assert ((images > 127) == moved)[pure].all() and pure.mean() > 0.7 and (moved != masks).any()
+    assert ((images > 127) == moved).mean() > 0.99
+
+
+def test_what_comes_from_outside_needs_a_label() -> None:
+    source, _ = declared()
+    with pytest.raises(UserError, match=r"which have no class\n.*\n  fix: task\.ignore_label=255 leaves them out; or augment\.pad=reflect"):
+        with_moved_masks(source, {"y": None}, configure(None, ["augment.crop=2"]).augment)
+    assert with_moved_masks(source, {"y": None}, AugmentConfig()) is source
+
+
+# whole jobs
+
+
+def test_a_stopped_job_goes_on_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "batch.size=7", "batch.micro=4", "optim.base_lr=0.5", "augment.crop=2", "augment.flip=true", "task.dice=0.3"]
+    for run, more in (("whole", ["max_steps=9"]), ("parts", ["max_steps=4"]), ("parts", ["max_steps=9", "resume=auto"])):
+        assert main([*words, f"run={run}", *more]) == 0
+    weights = [files.read_arrays(files.finished(tmp_path / run)[-1], 2**20)["p.head.weight"] for run in ("whole", "parts")]
+    assert np.array_equal(*weights)
+
+
+def test_shapes_are_learned_from_arrays_of_a_script() -> None:
+    data = {split: own_data.shapes(split) for split in ("train", "val")}
+    config = {"task.name": "segmentation", "task.ignore_label": 255, "model.name": "unet", "model.widths": [8, 16], "epochs": 8}
+    config |= {"batch.size": 8, "optim.name": "adamw", "optim.base_lr": 0.02, "optim.base_batch": 8}
+    run = hvdtrain.train(config, train_data=data["train"], val_data=data["val"])
+    assert run.objective == "mean_iou" and run.last > 0.8
+
+
+def test_nets_of_torchvision_give_dicts() -> None:
+    words = ["model.name=torchvision.models.segmentation:lraspp_mobilenet_v3_large", "model.num_classes=3", "model.weights_backbone=null"]
+    source, task = declared()
+    config = configure(None, [*WORDS[1:3], *words, "speed.precision=fp64"])
+    one: Any = build_learner(config, task, SingleProcessCommunicator())
+    batch = one.to_device(source.read(np.arange(4)))
+    found = one.predict(batch)
+    expected = one.model(normalized(task, slice(4)))["out"].detach().numpy()
+    assert found.outputs.shape == (4, 3, 16, 16) and np.allclose(found.outputs, expected, rtol=1e-9, atol=1e-12)
+    before = one.state()["p.classifier.low_classifier.weight"].copy()
+    one.step([batch], Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=4), 0)
+    assert not np.array_equal(before, one.state()["p.classifier.low_classifier.weight"])
+
+
+class Several(torch.nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.layer, self.names = torch.nn.Conv2d(3, 3, 1), names.split("+")
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: self.layer(x) * scale for scale, name in enumerate(self.names)}
+
+
+def test_a_dict_of_outputs_needs_one_that_is_known() -> None:
+    _, task = declared()
+    config = configure(None, [*WORDS[1:3], "model.name=test_segmentation:Several", "model.names=aux+logits"])
+    assert build_learner(config, task, SingleProcessCommunicator())
+    with pytest.raises(UserError, match="a dict of first, second, and which of them is learned from is not known"):
+        build_learner(configure(None, [*WORDS[1:3], *config_words("first+second")]), task, SingleProcessCommunicator())
+
+
+def config_words(names: str) -> list[str]:
+    return ["model.name=test_segmentation:Several", f"model.names={names}"]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_unet_keeps_the_size_and_looks_at_its_surroundings(norm: Any) -> None:
+    model = unet.build("unet", (8, 12, 2), 5, widths=(8, 16, 16), norm=norm).double().eval()
+    x = torch.zeros(1, 2, 8, 12, dtype=torch.float64, requires_grad=True)
+    out = model(x)
+    assert out.shape == (1, 5, 8, 12)
+    (gradient,) = torch.autograd.grad(model(x + torch.rand(1, 2, 8, 12))[0, 0, 4, 6], x)
+    assert int((gradient[0, 0] != 0).sum()) > 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.widths=[4,8,16,32,64,128]"], r"images of 16 x 16 pixels cannot be halved 5 times"),
+        (["model.norm=group", "model.groups=3"], "model.groups=3 does not divide the widths 16, 32, 64"),
+        (["model.widths=[0]"], "make no layers"),
+    ],
+)
+def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_learner(configure(None, [*WORDS[1:3], "model.name=unet", *words]), declared()[1], SingleProcessCommunicator())
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        (np.zeros((4, 8, 8), np.uint8), np.zeros((4, 8, 8), int), {}, r"needs images x; x is uint8 \(8, 8\)\n.*\n  fix: x\[\.\.\., None\]"),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 1, 8, 8), int), {}, r"y is int64 \(1, 8, 8\)\n.*\n  fix: y\[:, 0\]"),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8)), {}, r"masks y \(8, 8\) of integers; y is float64"),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8), int), {}, "1 classes of pixels, of which 2 to 1,000 can be counted"),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.full((4, 8, 8), 7), {"classes": 3}, "field y of sample 0 has 7, expected 0 to 2"),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"dice": -1.0}, "task.dice=-1"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray, options: dict[str, Any], message: str) -> None:
+    source = as_source({"x": x, "y": y}, "mine", "data.name")
+    with pytest.raises(UserError, match=message):
+        as_declared(source, segmentation.build("segmentation", source, source, "task.name", **options).fields)
+
+
+@pytest.mark.parametrize("word", ["augment.mixup=0.3", "framework=jax", "data.resident=true"])
+def test_what_segmentation_cannot_do_is_refused(word: str) -> None:
+    config = configure(None, [*WORDS, "batch.size=8", word])
+    with pytest.raises(UserError, match=word.partition("=")[0]):
+        found = open_datasets(config)
+        learner = build_learner(config, found.task, SingleProcessCommunicator())
+        learner.cache_on_device(found.train)
+
+
+def test_facts_make_the_task_again() -> None:
+    _, task = declared(dice=0.25, objective="accuracy")
+    assert segmentation.restore(task.facts()).facts() == task.facts()
+    signed = declared(ignore_label=-1, classes=300)[1]
+    assert signed.fields["y"].dtype == "int64" and task.fields["y"].dtype == "uint8"
+
+
+# folders of images and masks
+
+
+def written(folder: Path, mode: str = "P") -> Path:
+    """The shapes as files: images as PNG and masks with a palette; those of val in 20 x 16 pixels, with a border left and right."""
+    for split in ("train", "val"):
+        data = own_data.shapes(split)
+        for part in ("images", "masks"):
+            (folder / split / part / "a").mkdir(parents=True)
+        for number, (image, mask) in enumerate(zip(data["x"], data["y"], strict=True)):
+            if split == "val":
+                image, mask = (np.pad(array, ((0, 0), (2, 2), (0, 0))[: array.ndim]) for array in (image, mask))  # noqa: PLW2901
+            Image.fromarray(image).save(folder / split / "images" / "a" / f"{number:02}.bmp")
+            saved = Image.fromarray(mask).convert(mode)
+            if mode == "P":
+                saved = Image.fromarray(mask, "P")
+                saved.putpalette([value for colour in range(256) for value in (colour, 255 - colour, 7)])
+            saved.save(folder / split / "masks" / "a" / f"{number:02}.png")
+    return folder
+
+
+def folder_job(root: Path, *words: str) -> Any:
+    return open_datasets(
+        configure(None, ["data.name=image_masks", f"data.root={root}", *WORDS[1:], "task.classes=3", "batch.size=8", *words])
+    )
+
+
+def test_a_folder_of_images_and_masks_is_read_as_the_arrays_are(tmp_path: Path) -> None:
+    found = folder_job(written(tmp_path), "data.size=16")
+    for split, source in (("train", found.train), ("val", found.val)):
+        batch = source.read(np.arange(len(source)))
+        assert all(np.array_equal(batch[name], array) for name, array in own_data.shapes(split).items())
+    moved = folder_job(tmp_path, "data.size=16", "augment.flip=true").train
+    samples = np.arange(40)
+    flips = augment.draw(configure(None, ["augment.flip=true"]).augment, 1, 0 * samples, samples, (16, 16, 3)).flipped
+    assert flips is not None
+    expected = np.where(flips[:, None, None], own_data.shapes("train")["y"][:, :, ::-1], own_data.shapes("train")["y"])
+    assert np.array_equal(moved.read_in_epochs(samples, 0 * samples, 1)["y"], expected)
+    with pytest.raises(UserError, match=r"it has 20 x 16 pixels, and the first image 16 x 16\n  where: .*00.bmp\n  fix: data\.size=N"):
+        folder_job(tmp_path).val.read(np.arange(1))
+
+
+def test_a_folder_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    root = written(tmp_path / "whole")
+    (root / "train" / "masks" / "a" / "03.png").unlink()
+    with pytest.raises(UserError, match=r"a/03.bmp has no mask"):
+        folder_job(root, "data.size=16")
+    with pytest.raises(UserError, match=r"the mask has pixels of mode RGB, not the number of a class\n  where: .*00.png"):
+        folder_job(written(tmp_path / "colours", "RGB"), "data.size=16").train.read(np.arange(1))
+    with pytest.raises(UserError, match=r"field y of sample 0 has 2, expected 0 to 1"):
+        folder_job(written(tmp_path / "classes"), "data.size=16", "task.classes=2").train.read(np.arange(40))
+    with pytest.raises(UserError, match=r"the number of classes is not known: masks are read sample by sample\n.*\n  fix: task.classes=N"):
+        folder_job(tmp_path / "classes", "data.size=16", "task.classes=null")
+    with pytest.raises(UserError, match=r"no folder masks"):
+        folder_job(tmp_path, f"data.root={_without_masks(tmp_path / 'none')}")
+
+
+def _without_masks(folder: Path) -> Path:
+    (folder / "train" / "images").mkdir(parents=True)
+    return folder
