@@ -51,6 +51,15 @@ class DataConfig(OpenSection):
         description="global: each rank reads its slice of every global batch; "
         "partition: each epoch's shuffled samples are divided among the ranks first",
     )
+    shuffle: Literal["full", "blocks"] = Field(
+        default="full",
+        description="full: one shuffle of all samples for each epoch; blocks: blocks of neighbouring samples are shuffled, and the samples "
+        "of each data.shuffle_window of them: for files whose samples are slow to read one by one",
+    )
+    shuffle_block: int | None = Field(
+        default=None, ge=1, le=2**40, description="samples of a block; default: those that the files have in a chunk or row group, else 256"
+    )
+    shuffle_window: int = Field(default=16, ge=1, le=2**20, description="blocks whose samples are shuffled among each other")
     resident: bool | None = Field(
         default=None, description="keep the training set on the device; default: on a GPU with four times the room"
     )

@@ -28,6 +28,9 @@ class Positions(NamedTuple):
     samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
     epochs: np.ndarray  # int64 (n,), non-decreasing
 
+    def part(self, low: int, high: int) -> Positions:
+        return Positions(self.samples[low:high], self.epochs[low:high])
+
     def split(self, parts: int) -> list[Positions]:
         """Contiguous parts whose lengths differ by at most 1, the longer ones first, as numpy.array_split makes them."""
         pairs = zip(np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True)
@@ -42,7 +45,23 @@ class _EpochRange(NamedTuple):
     last: int
 
 
-def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Positions:
+class BlockShuffle(NamedTuple):
+    """A shuffle for data of which neighbouring samples are read together: blocks in a random order, samples shuffled within a window."""
+
+    block: int  # samples, neighbours in the data set; the last block may have fewer
+    window: int  # blocks, neighbours in the order of an epoch
+
+
+def positions_of_rank(
+    start: int,
+    count: int,
+    rank: int,
+    size: int,
+    dataset: int,
+    seed: int,
+    sampling: Sampling = "global",
+    shuffle: BlockShuffle | None = None,
+) -> Positions:
     """This rank's share of the positions [start, start + count) of the stream, as fresh arrays.
 
     Invariants, for either sampling:
@@ -53,9 +72,14 @@ def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
     "partition": rank r reads every position whose index in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
     the data set for any batch size; shares differ by at most 1 for each epoch that the positions touch.
+    shuffle: the positions of a window are divided by block, so that few blocks are read by two ranks; "global" only.
     """
     assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
     assert sampling in ("global", "partition"), sampling
+    if shuffle is not None:
+        assert sampling == "global", sampling
+        low, high = share_bounds(count, rank, size)
+        return _by_block(start, count, dataset, seed, shuffle).part(low, high)
     stride = 1
     if sampling == "partition":
         stride = size
@@ -71,7 +95,15 @@ def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int
 
 
 def parts_of_rank(
-    start: int, count: int, parts: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global"
+    start: int,
+    count: int,
+    parts: int,
+    rank: int,
+    size: int,
+    dataset: int,
+    seed: int,
+    sampling: Sampling = "global",
+    shuffle: BlockShuffle | None = None,
 ) -> list[Positions]:
     """This rank's share of each of so many contiguous parts of the positions [start, start + count), the longer parts first.
 
@@ -79,7 +111,7 @@ def parts_of_rank(
     shares that ranks have of all positions; one part is divided as positions_of_rank() divides.
     """
     if parts == 1:
-        return [positions_of_rank(start, count, rank, size, dataset, seed, sampling)]
+        return [positions_of_rank(start, count, rank, size, dataset, seed, sampling, shuffle)]
     found = []
     for part in range(parts):
         first, last = _dealt_below(count, part, parts), _dealt_below(count, part + 1, parts)
@@ -87,6 +119,9 @@ def parts_of_rank(
             found.append(positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling))
             continue
         low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
+        if shuffle is not None:
+            found.append(_by_block(start + first, last - first, dataset, seed, shuffle).part(low - first, high - first))
+            continue
         found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
     return found
 
@@ -146,6 +181,62 @@ def permutation(seed: int, epoch: int, dataset: int) -> np.ndarray:
     order = np.argsort(fold(seed, epoch, np.arange(dataset, dtype=np.uint64)), kind="stable").astype(np.int64, copy=False)
     order.setflags(write=False)
     return order
+
+
+_BLOCKS = 0x626C6F63  # a stream of counters: the order of blocks is that of no set of samples
+BLOCKS_VERSION = "blocks-1"  # of the order of shuffled_by_blocks(), which a checkpoint names
+
+
+def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShuffle) -> Positions:
+    """Positions of the stream, those of one window and epoch by block."""
+    samples, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for epoch, first, last in _epochs(start, start + count, dataset):
+        for piece in _pieces(seed, epoch, dataset, shuffle, first, last):
+            samples.append(piece[np.argsort(piece // shuffle.block, kind="stable")])
+            epochs.append(np.full(len(piece), epoch, np.int64))
+    return Positions(np.concatenate(samples), np.concatenate(epochs))
+
+
+def shuffled_by_blocks(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int) -> np.ndarray:
+    """The samples at positions [first, last) of one epoch, int64. Each sample is in an epoch once; all depends on the arguments alone.
+
+    The blocks of an epoch are shuffled; of each `window` of them, in that order, all samples are shuffled. So samples that are neighbours
+    in the order are of one block with a probability of about 1 / window.
+    """
+    return np.concatenate([np.empty(0, np.int64), *_pieces(seed, epoch, dataset, shuffle, first, last)])
+
+
+def _pieces(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int) -> Iterator[np.ndarray]:
+    """The positions [first, last) of one epoch by window."""
+    _, edges = _windows(seed, epoch, dataset, shuffle)
+    window = int(np.searchsorted(edges, first, "right")) - 1
+    while first < last:
+        end = min(last, int(edges[window + 1]))
+        begin = int(edges[window])
+        yield _window(seed, epoch, dataset, shuffle, window)[first - begin : end - begin]
+        first, window = end, window + 1
+
+
+@lru_cache(maxsize=4)
+def _windows(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of one epoch in their order, and the positions at which windows begin, with the end of the epoch."""
+    blocks = -(-dataset // shuffle.block)
+    order = permutation(fold(seed, _BLOCKS), epoch, blocks)
+    sizes = np.where(order == blocks - 1, dataset - (blocks - 1) * shuffle.block, shuffle.block)
+    ends = np.cumsum(sizes)
+    return order, np.concatenate([[0], ends[shuffle.window - 1 : -1 : shuffle.window], [dataset]]).astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def _window(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, window: int) -> np.ndarray:
+    """The samples of one window in their order, read-only."""
+    order, _ = _windows(seed, epoch, dataset, shuffle)
+    blocks = order[window * shuffle.window : (window + 1) * shuffle.window]
+    samples = (blocks[:, None] * shuffle.block + np.arange(shuffle.block)).ravel()
+    samples = samples[samples < dataset]
+    found = samples[np.argsort(fold(seed, epoch, samples.astype(np.uint64)), kind="stable")]
+    found.setflags(write=False)
+    return found
 
 
 def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hvdtrain.features.job_feature import Exclusion, JobFeature, Values, above, among, other_than
+from collections.abc import Iterator
+
+from hvdtrain.errors import UserError
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 READERS = JobFeature(
     key="data.readers",
@@ -20,6 +23,15 @@ READERS = JobFeature(
         ),
     ),
 )
+
+
+def _partition_by_blocks(job: PlannedJob) -> Iterator[UserError]:
+    if job.config.data.sampling == "partition":
+        what = "data.shuffle=blocks gives each rank the blocks of its own share of a step, and data.sampling=partition other positions"
+        yield UserError(what, job.where("data.sampling"), "data.sampling=global, or data.shuffle=full")
+
+
+BLOCKS = JobFeature(key="data.shuffle", on=lambda config: config.data.shuffle == "blocks", rules=(_partition_by_blocks,))
 
 
 CROP = JobFeature(

@@ -73,6 +73,7 @@ FEATURES: tuple[JobFeature, ...] = (
     log.NOISE_SCALE,
     log.SAMPLES,
     data.READERS,
+    data.BLOCKS,
     data.CROP,
     optim.EMA,
     data.VIEWS,

@@ -24,9 +24,9 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source
-from hvdtrain.data.sampler import evaluated_samples, shuffle_version
+from hvdtrain.data.sampler import BLOCKS_VERSION, evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
-from hvdtrain.data.stored.source import read_by
+from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
@@ -35,6 +35,7 @@ from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
+from hvdtrain.training.input import DEFAULT_BLOCK
 
 # Task.facts() of images, by the name that a message gives them
 _FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
@@ -232,6 +233,15 @@ def published(config: Config) -> tuple[int, tuple[int, int, int], int] | None:
     return sizes
 
 
+def with_blocks(config: Config, source: Source) -> Config:
+    """The configuration with the block of data.shuffle=blocks: what the files have in a chunk or row group, where the user gives none."""
+    if config.data.shuffle != "blocks" or config.data.shuffle_block is not None:
+        return config
+    files = stored_in(source)
+    block = None if files is None else files.rows_of_block
+    return config.replace(data=config.data.replace(shuffle_block=block or DEFAULT_BLOCK))
+
+
 def with_class_names(config: Config, source: Source) -> Config:
     """The configuration with the names of the classes, where the data set or the user gives them.
 
@@ -310,6 +320,8 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     named = {} if task.name == Classification.name else {"task": task.name}  # a checkpoint that names no task is of classification
     data = {"samples": len(datasets.train), **named, **task.facts(), **datasets.train.identity()}
     version = shuffle_version(len(datasets.train))
+    if config.data.shuffle == "blocks":
+        version = f"{BLOCKS_VERSION} {config.data.shuffle_block} x {config.data.shuffle_window}"
     if version is not None:
         data["shuffle"] = version
     return {"seed": config.seed, "data": data}

@@ -16,7 +16,7 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.sampler import Positions, largest_share, parts_of_rank
+from hvdtrain.data.sampler import BlockShuffle, Positions, largest_share, parts_of_rank
 from hvdtrain.data.source import Source, crops_at_random, read_in_epochs, reads_from_memory, reads_in_process
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
@@ -34,8 +34,17 @@ def split_step(config: Config, progress: Progress, batch: int, first_batch: int,
     share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
     parts = parts_of_step(config.batch, batch, first_batch)
     passes = passes_of_step(config, share, batch, first_batch) // parts
-    shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling)
+    shuffle = block_shuffle(config.data)
+    shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling, shuffle)
     return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
+
+
+DEFAULT_BLOCK = 256  # samples, of data that are not stored in blocks
+
+
+def block_shuffle(config: DataConfig) -> BlockShuffle | None:
+    """The shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all samples."""
+    return BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window) if config.shuffle == "blocks" else None
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:

@@ -20,7 +20,7 @@ from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
-from hvdtrain.training.datasets import open_datasets, with_class_names
+from hvdtrain.training.datasets import open_datasets, with_blocks, with_class_names
 from hvdtrain.training.elastic_job import ready_for_losses
 from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
 from hvdtrain.training.given import with_given
@@ -70,7 +70,7 @@ def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
     ready_for_losses(rank.config, rank.communicator)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)
-    config = with_class_names(rank.config, datasets.train)
+    config = with_blocks(with_class_names(rank.config, datasets.train), datasets.train)
     config = resolve_micro(config, datasets, rank.communicator)
     with advised(lambda: forecast_of_job(config, datasets, rank.communicator), room_of_rank(config, rank.communicator)):
         imported()  # the framework too, by room_of_rank()

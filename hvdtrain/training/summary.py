@@ -24,7 +24,7 @@ from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
 from hvdtrain.training.build import job_transform
 from hvdtrain.training.checkpoint.changes import PLACE, flat, further, resume_command
-from hvdtrain.training.input import micro_batches_per_step
+from hvdtrain.training.input import DEFAULT_BLOCK, micro_batches_per_step
 from hvdtrain.training.job import Job
 from hvdtrain.training.job_memory import line as memory_line
 from hvdtrain.training.progress.event_fields import job_energy
@@ -119,7 +119,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     lines = [
         *lines_of_ranks(config, job.communicator.name, job.hosts, engine_reason),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
-        f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
+        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
         f"recipe  {config.optim.name}, {_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
@@ -255,6 +255,11 @@ def first_names(names: Sequence[str] | None) -> str:
             break
         first += f", {name}" if first else f": {name}"
     return first
+
+
+def _shuffle(config: Config) -> str:
+    data = config.data
+    return f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, " if data.shuffle == "blocks" else ""
 
 
 def _divided(config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ def weights(name: str | None, run: str, *words: str) -> dict[str, np.ndarray]:
     return dict(hvdtrain.train(JOB, f"run={run}", *words, train_data=data).weights)
 
 
-def train_on_ranks(folder: str, names: list[str]) -> int:
+def train_on_ranks(folder: str, names: list[str], words: Sequence[str] = ()) -> int:
     """One job for each format on these ranks, and one on arrays; rank 0 leaves their weights."""
     os.chdir(folder)
     for name in names:
-        found = weights(name or None, f"ranks-{name or 'arrays'}")
+        found = weights(name or None, f"ranks-{name or 'arrays'}", *words)
         if placement(os.environ).rank == 0:
             np.savez(f"weights-{name or 'arrays'}.npz", **found)
     return 0
