@@ -43,6 +43,12 @@ class DataConfig(OpenSection):
         description="share of the training set that validates instead of the data set's own validation set: of each class this share "
         "of its samples, the same ones in every run",
     )
+    mean: list[float] = Field(
+        default_factory=list,
+        description="mean of each channel of images, of pixels / 255, in place of the training set's: that of the images that "
+        "model.weights were trained with: [0.485,0.456,0.406]",
+    )
+    std: list[float] = Field(default_factory=list, description="deviation of each channel, with data.mean: [0.229,0.224,0.225]")
     class_names: list[str] | None = Field(
         default=None, description="name of each class, by label; default: the data set's own (a job records them in config.yaml)"
     )

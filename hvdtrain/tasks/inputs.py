@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from hvdtrain.config.schema import DataConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import as_images, to_numpy
 from hvdtrain.data.source import Field, LabelledImages, Source
@@ -25,8 +26,40 @@ class ColumnStats(NamedTuple):
     std: np.ndarray  # 1 where a column is constant
 
 
+class WithStats:
+    """A source of images whose mean and deviation the configuration says; all else is the source's."""
+
+    def __init__(self, source: Source, given: ColumnStats) -> None:
+        self._source, self.given = source, given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_source"], name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
+    """The source with data.mean and data.std, where they are set; standardize: task.standardize. Raises UserError where they do not fit."""
+    mean, std = config.mean, config.std
+    if not mean and not std:
+        return source
+    where, x = config.where("mean" if mean else "std"), source.fields.get("x")
+    if x is None or not is_image(x):
+        raise UserError(f"data.mean and data.std are of images; x is {x}", where, "leave them out: task.standardize says what is done to x")
+    if len(mean) != x.shape[-1] or len(std) != x.shape[-1] or min(std) <= 0:
+        what = f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} channel{'s' * (x.shape[-1] > 1)}"
+        raise UserError(what, where, "a number for each channel in both, deviations above 0")
+    if standardize is False:
+        raise UserError("task.standardize=false leaves data.mean and data.std without effect", where, "one of them")
+    found: Any = WithStats(source, ColumnStats(np.array(mean), np.array(std)))
+    return cast("Source", found)
+
+
 def column_stats(source: Source, name: str) -> ColumnStats:
     """Statistics of a field, from at most 2**22 of its numbers, drawn by counters, without rounding; of labelled images as they are."""
+    if name == "x" and isinstance(source, WithStats):
+        return source.given
     if name == "x" and isinstance(source, LabelledImages):
         return ColumnStats(*source.stats())
     field, samples = source.fields[name], len(source)

@@ -22,7 +22,7 @@ from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import classes_of, without_statistics
-from hvdtrain.tasks.inputs import Transform, transform_of
+from hvdtrain.tasks.inputs import Transform, transform_of, with_stats
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 
 
@@ -69,11 +69,15 @@ def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
 def build_task(train: Source, val: Source, config: Config) -> Task:
     """The task that task.name means, of both sets. Raises UserError where they do not fit it, or each other, and for wrong options."""
     name, where = config.task.name, config.where("task.name")
+    train = with_stats(train, config.data, config.task.options.get("standardize"))
     if not plugins.is_dotted(name):
         build = plugins.load("tasks", name, where).build
         task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
     else:
         task = _build_own(config, train, val)
+    if config.data.mean and transform_of(task) is None:
+        what = f"task.name={name} says nothing of what is done to x: data.mean and data.std would have no effect"
+        raise UserError(what, config.where("data.mean"), "leave them out, and let the task's Part.inputs() do it")
     given = config.task.given
     if given is not None and given.name is None:  # metrics alone
         task = given.make(task, train)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from pool import alone
 from pretrained_on_ranks import FROZEN, JOB, LORA, LORA_WAYS, THAW_WAYS, THAWED, WAYS, thawed_words
 from ranks import mpirun, needs_mpirun
@@ -321,3 +322,45 @@ def test_what_has_no_adapter(words: str, what: str, tmp_path: Path) -> None:
 def test_a_run_without_adapters_has_nothing_to_merge(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(trained), "--to", str(tmp_path / "w.safetensors"), "--merged"]) == 2
     assert "has no adapters" in capsys.readouterr().err
+
+
+def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights from a file, with the mean and deviation that they were trained with."""
+    torch.manual_seed(0)
+    library = torchvision.models.resnet18(num_classes=10)
+    torch.save(library.state_dict(), tmp_path / "resnet18.pt")
+    x = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), np.uint8)
+    data = {"x": x, "y": np.arange(12) % 10}
+    words = ["model.name=torchvision.models:resnet18", "model.num_classes=10", f"model.weights={tmp_path / 'resnet18.pt'}", "batch.size=12"]
+    words += [
+        "optim.base_lr=0",
+        "speed.precision=fp64",
+        "model.freeze=['*bn*','*downsample.1*']",
+        "data.mean=[0.485,0.456,0.406]",
+        "data.std=[0.229,0.224,0.225]",
+    ]
+    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, train_data=data, val_data=data)
+    assert "by channel: mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in capsys.readouterr().out
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], dtype=torch.float64)
+    inputs = ((torch.from_numpy(x).double() / 255 - mean) / std).permute(0, 3, 1, 2)
+    np.testing.assert_allclose(run.transform(x), inputs.numpy(), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        expected = library.double().eval()(inputs).numpy()
+    np.testing.assert_allclose(hvdtrain.predict(run, x), expected, rtol=0, atol=1e-10)
+    with pytest.raises(UserError, match="the checkpoint has another task.mean|another .*mean"):
+        hvdtrain.train(f"resume={run.folder}", "stop.steps=2", words[0], "data.mean=[0.5,0.5,0.5]", train_data=data, val_data=data)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("data.mean=[0.5,0.5]", "of images with 1 channel"),
+        ("data.mean=[0.5] data.std=[0]", "of images with 1 channel"),
+        ("data.std=[0.5]", "of images with 1 channel"),
+        ("data.mean=[0.5] data.std=[0.5] task.standardize=false", "task.standardize=false leaves data.mean and data.std without effect"),
+        ("data.mean=[0.5] data.std=[0.5] task.name=language data.name=image_tokens", "are of images"),
+    ],
+)
+def test_a_mean_that_does_not_fit(words: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=what):
+        hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": "linear"}, *words.split())
