@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -19,7 +20,8 @@ from hvdtrain.config.schema import known_keys
 TUTORIAL, FROM_HOROVOD = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "from-horovod-script.md"
 OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "fine-tuning", "scripts", "own-loss", "hooks", "segmentation")]
 OWN_LOOP = ROOT / "docs" / "own-loop.md"
-PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, *OWN)]
+SCIENCE = ROOT / "docs" / "science-data.md"
+PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, SCIENCE, *OWN)]
 _FACTS = """
 import horovod.torch as hvd, torch
 hvd.init()
@@ -71,6 +73,14 @@ def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_
     assert not messages, "\n".join(messages)
     losses = [float(loss) for result in results.values() for loss in re.findall(r"validation loss ([0-9.]+)", result.output)]
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)  # in float32
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
+def test_the_page_on_data_of_science_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
+    messages = failures(SCIENCE, run_page(SCIENCE, tmp_path))
+    assert not messages, "\n".join(messages)
 
 
 def test_the_loop_has_fifteen_lines() -> None:

@@ -1,0 +1,155 @@
+"""Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with h5py in a DataLoader does, alternating.
+
+python benchmarks/stored.py --rounds 5 --json benchmarks/stored.jsonl
+
+The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict. It does not fit into the cache of decoded
+chunks (data.cache_mb). An epoch of each method warms up; every method's samples of the first epoch are compared with the file's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from hvdtrain.data.datasets import hdf5
+from hvdtrain.data.sampler import BlockShuffle, positions_of_rank
+from hvdtrain.data.stored.source import read_by
+
+BATCH, WORKERS, CACHE_MB, CHUNK = 64, 2, 32, 16
+BASE = "DataLoader, 2 workers"
+
+
+def write(path: Path, samples: int) -> None:
+    random = np.random.default_rng(0)
+    waves = np.linspace(0, 2 * np.pi, 32, dtype="f4")
+    with h5py.File(path, "w") as file:
+        arrays = [
+            file.create_dataset("chunks", (samples, 4, 32, 32), "f4", chunks=(CHUNK, 4, 32, 32), compression="gzip", shuffle=True),
+            file.create_dataset("plain", (samples, 4, 32, 32), "f4"),
+        ]
+        file["y"] = np.arange(samples, dtype="f4")
+        for first in range(0, samples, 1024):
+            count = min(1024, samples - first)
+            phase, scale = random.uniform(0, 6, (count, 4, 1, 1)).astype("f4"), random.uniform(0.5, 2, (count, 4, 1, 1)).astype("f4")
+            field = np.sin(waves[:, None] * scale + phase) * np.cos(waves * scale - phase)
+            field += random.normal(0, 0.01, field.shape).astype("f4").round(2)
+            for array in arrays:
+                array[first : first + count] = field
+
+
+class H5Dataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """As the pages of h5py and torch have it: each worker opens the file."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name, self.file = path, name, None
+        with h5py.File(path) as file:
+            self.samples = len(file["y"])
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
+        if self.file is None:
+            self.file = h5py.File(self.path)
+        return torch.from_numpy(self.file[self.name][index]), self.file["y"][index]
+
+
+def by_loader(path: Path, name: str, workers: int) -> Callable[[int], Iterator[tuple[Any, Any]]]:
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(
+        H5Dataset(path, name), BATCH, shuffle=True, num_workers=workers, persistent_workers=bool(workers), drop_last=True
+    )
+    return lambda epoch: iter(loader)
+
+
+def by_source(path: Path, name: str, shuffle: BlockShuffle | None, processes: int = 0) -> Callable[[int], Iterator[tuple[Any, Any]]]:
+    source = hdf5.build("hdf5", path, "train", fields={"x": name, "y": "y"}, cache_mb=CACHE_MB)
+    source = read_by(source, processes) if processes else source
+    pool = ThreadPoolExecutor(WORKERS)
+
+    def read(start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = source.read(positions_of_rank(start, BATCH, 0, 1, len(source), 0, shuffle=shuffle).samples)
+        return torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+
+    def batches(epoch: int) -> Iterator[tuple[Any, Any]]:
+        starts = iter(range(epoch * len(source), (epoch + 1) * len(source) - BATCH + 1, BATCH))
+        pending = [pool.submit(read, start) for start in itertools.islice(starts, 2 * WORKERS)]
+        while pending:
+            yield pending.pop(0).result()
+            pending += [pool.submit(read, start) for start in itertools.islice(starts, 1)]
+
+    return batches
+
+
+def check(batches: Iterator[tuple[Any, Any]], path: Path, name: str) -> None:
+    with h5py.File(path) as file:
+        for x, y in itertools.islice(batches, 3):
+            assert all(np.array_equal(file[name][int(number)], one) for one, number in zip(x.numpy(), y, strict=True))
+        for _ in batches:
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fields.h5"
+        write(path, options.samples)
+        for name in ("chunks", "plain"):
+            methods = {
+                BASE: by_loader(path, name, WORKERS),
+                "DataLoader, no worker": by_loader(path, name, 0),
+                "hdf5, 2 threads": by_source(path, name, None),
+                "hdf5, 2 processes": by_source(path, name, None, WORKERS),
+                "hdf5, shuffle=blocks, 2 threads": by_source(path, name, BlockShuffle(CHUNK, 16)),
+            }
+            rates: dict[str, list[float]] = {method: [] for method in methods}
+            for batches in methods.values():
+                check(batches(0), path, name)
+            for number in range(1, options.rounds + 1):
+                for method in itertools.islice(itertools.cycle(methods), number, number + len(methods)):
+                    began = time.perf_counter()
+                    count = sum(len(y) for _, y in methods[method](number))
+                    rates[method].append(count / (time.perf_counter() - began))
+            report(name, rates, options)
+
+
+def report(name: str, rates: dict[str, list[float]], options: argparse.Namespace) -> None:
+    for method, found in rates.items():
+        ratios = [rate / base for rate, base in zip(found, rates[BASE], strict=True)]
+        row = {
+            "array": name,
+            "method": method,
+            "samples_per_s": statistics.median(found),
+            "range": [min(found), max(found)],
+            "n": len(found),
+        }
+        row |= {"to_loader": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)], "samples": options.samples}
+        row |= {"cores": len(os.sched_getaffinity(0)), "machine": platform.processor() or platform.machine(), "h5py": h5py.__version__}
+        span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{name:7} {method:34} {statistics.median(found):9,.0f} samples/s  x {statistics.median(ratios):6.2f} ({span})")
+        if options.json:
+            with options.json.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
