@@ -7,7 +7,7 @@ from typing import Any
 import invariance
 import jax
 import numpy as np
-from shards_on_ranks import GPT, MLP
+from shards_on_ranks import MLP
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -17,8 +17,8 @@ from hvdtrain.training.build import build_learner
 
 TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 JOBS = {
+    "mlp, sgd": f"{MLP} optim.name=sgd optim.base_lr=0.2 batch.micro=3",
     "mlp, stage 2, lamb, clipping": f"{MLP} optim.name=lamb optim.base_lr=0.02 optim.clip_norm=0.5 batch.micro=5 shard.stage=2",
-    "gpt, sgd, recomputed": GPT,
 }
 TASK = Classification((5, 4, 1), 3, np.array([0.4]), np.array([0.2]))
 
