@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -16,12 +15,19 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, LabelledImages, Source, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
+from hvdtrain.tasks.label_counts import LossForm, right_terms
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, is_users_model, refuse_nothing
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
 _MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX
 _MOST_CLASSES = 2**20  # by the largest label
 _NEEDS = "x (images uint8 (H, W, C), or numbers) with integer labels y"
+
+
+def metrics_over(counted: str) -> tuple[Metric, ...]:
+    """Loss and accuracy, the means over a sum."""
+    loss = Metric("loss", ratio("loss", counted), "min")
+    return loss, Metric("accuracy", ratio("right", counted), "max", column="acc", percent=True)
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,22 @@ class Classification:
     std: np.ndarray
     dtype: str = "uint8"  # of x
     ignored: int | None = None  # label of samples without a class, of PartlyLabelled
+    top_k: int | None = None  # a metric more: how often the class is among so many
+    class_weights: tuple[float, ...] | None = None  # of the losses of samples, by their class
 
     name = "classification"
-    metrics = (
-        Metric("loss", ratio("loss", "count"), "min"),
-        Metric("accuracy", ratio("right", "count"), "max", column="acc", percent=True),
-    )
     objective = "accuracy"
-    sums = MappingProxyType({"loss": 0, "right": 0})
     sample_weight: ClassVar[int | None] = 1
+    counted: ClassVar[str] = "count"  # the sum that metrics are means over
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        top = () if self.top_k is None else (Metric(f"top{self.top_k}", ratio("among_top", self.counted), "max", percent=True),)
+        return (*metrics_over(self.counted), *top)
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        return {"loss": 0, "right": 0} if self.top_k is None else {"loss": 0, "right": 0, "among_top": 0}
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -77,7 +90,9 @@ class Classification:
 
     def facts(self) -> dict[str, Any]:
         facts = {"shape": list(self.shape), "classes": self.classes, "mean": self.mean.tolist(), "std": self.std.tolist()}
-        return facts if self.is_of_images else facts | {"dtype": self.dtype}
+        facts |= {} if self.is_of_images else {"dtype": self.dtype}
+        facts |= {} if self.top_k is None else {"top_k": self.top_k}
+        return facts if self.class_weights is None else facts | {"class_weights": list(self.class_weights)}
 
     def outputs(self, samples: int) -> str:
         return f"logits ({samples}, {self.classes})"
@@ -90,7 +105,8 @@ class Classification:
         from hvdtrain.tasks.torch import TorchClassification, TorchInputs
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
-        return TorchClassification(inputs, squared_error=model.loss == "squared_error", smoothing=model.label_smoothing)
+        form = LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k)
+        return TorchClassification(inputs, form, place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxClassification, JaxInputs
@@ -98,29 +114,25 @@ class Classification:
         users_model = is_users_model(model)
         return JaxClassification(
             JaxInputs(self.transform, place, users_model),
-            squared_error=model.loss == "squared_error",
-            smoothing=model.label_smoothing,
+            LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k),
             turned=len(self.shape) == 3 and not self.is_of_images and not users_model,
         )
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
-
-        return NumpyClassification(
-            self.transform, self.classes, place, squared_error=model.loss == "squared_error", smoothing=model.label_smoothing
-        )
+        form = LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k)
+        return NumpyClassification(self.transform, self.classes, place, form)
 
 
 @dataclass(frozen=True)
 class PartlyLabelled(Classification):
     """Classification of sets in which some samples have no class; loss and metrics are means over the others."""
 
-    metrics = (
-        Metric("loss", ratio("loss", "labelled"), "min"),
-        Metric("accuracy", ratio("right", "labelled"), "max", column="acc", percent=True),
-    )
-    sums = MappingProxyType({"loss": 0, "right": 0, "labelled": 0})
-    counted = "labelled"  # the sum that metrics are means over, in place of "count"
+    counted: ClassVar[str] = "labelled"
     sample_weight: ClassVar[int | None] = None
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        return {**super().sums, "labelled": 0}
 
     def weight(self, batch: Batch) -> int:
         return int(np.count_nonzero(batch["y"] != self.ignored))
@@ -147,11 +159,15 @@ def build(
     *,
     standardize: bool | None = None,
     ignore_label: int | None = None,
+    top_k: int | None = None,
+    class_weights: tuple[float, ...] | Literal["balanced"] | None = None,
 ) -> Classification:
     """The task of both sets.
 
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
     ignore_label: label of samples without a class, as -1 or -100, which are in no loss, metric or count (none: every label is a class)
+    top_k: a metric more, as top5 with 5: how often the class of a sample is among so many with the largest outputs
+    class_weights: what the loss of a sample is multiplied by, for each class; balanced: samples / (classes x samples of the class)
 
     Raises UserError where the data have no x with labels y, their number of classes is not known, or the sets do not fit each other.
     """
@@ -170,7 +186,31 @@ def build(
             what = f"training samples are {found[0]}, validation samples {found[1]}"
         raise UserError(what, where, "both sets need the same shape (H, W, C) and the same classes")
     mean, std = input_stats(train, standardize, users_model)
-    return _of_kind(ignore_label)(x.shape, classes, mean, std, x.dtype, ignore_label)
+    if top_k is not None and not 2 <= top_k < classes:
+        raise UserError(f"task.top_k={top_k} of {classes} classes", "task.top_k", f"2 to {classes - 1}, or leave it out")
+    weights = _weights_of_classes(class_weights, train, classes, ignore_label)
+    return _of_kind(ignore_label)(x.shape, classes, mean, std, x.dtype, ignore_label, top_k, weights)
+
+
+def _weights_of_classes(
+    asked: tuple[float, ...] | Literal["balanced"] | None, train: Source, classes: int, ignored: int | None
+) -> tuple[float, ...] | None:
+    """One for each class; balanced: their mean over the training set is 1. Raises UserError where they are not known, or impossible."""
+    where = "task.class_weights"
+    if asked == "balanced":
+        labels = known_labels(train)
+        if labels is None:
+            raise UserError("task.class_weights=balanced: labels are read sample by sample", where, "a weight for each class: [1.0,2.5]")
+        labels = labels if ignored is None else labels[labels != ignored]
+        counts = np.bincount(labels[labels >= 0].astype(np.int64), minlength=classes)
+        seen = int(np.count_nonzero(counts))
+        return tuple(float(len(labels) / (seen * count)) if count else 1.0 for count in counts)
+    if asked is None:
+        return None
+    if len(asked) != classes or not all(math.isfinite(weight) and weight >= 0 for weight in asked) or not any(asked):
+        what = f"task.class_weights has {len(asked)} weights, for {classes} classes" if len(asked) != classes else f"{where}={[*asked]}"
+        raise UserError(what, where, "one number of 0 or more for each class; or task.class_weights=balanced")
+    return tuple(map(float, asked))
 
 
 def _of_kind(ignored: int | None) -> type[Classification]:
@@ -188,7 +228,13 @@ def restore(facts: dict[str, Any]) -> Classification:
     ignored = facts.get("ignore_label")
     if not (ignored is None or (type(ignored) is int and abs(ignored) < _MOST_LABEL)):
         raise ValueError("impossible ignore_label")
-    return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored)
+    top_k, weights = facts.get("top_k"), facts.get("class_weights")
+    if top_k is not None and not (type(top_k) is int and 2 <= top_k < classes):
+        raise ValueError("impossible top_k")
+    if weights is not None and (len(weights) != classes or not all(math.isfinite(weight) and weight >= 0 for weight in weights)):
+        raise ValueError("impossible class_weights")
+    weights = None if weights is None else tuple(map(float, weights))
+    return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored, top_k, weights)
 
 
 def without_statistics(shape: tuple[int, int, int], classes: int, ignored: int | None = None) -> Classification:
@@ -208,39 +254,44 @@ class NumpyClassification:
 
     where = staticmethod(np.where)  # of this framework
 
-    def __init__(self, transform: Transform, classes: int, place: Place, *, squared_error: bool, smoothing: float) -> None:
-        self._transform, self._classes, self._dtype = transform, classes, place.dtype
-        self._squared_error, self._smoothing = squared_error, smoothing
+    def __init__(self, transform: Transform, classes: int, place: Place, form: LossForm) -> None:
+        self._transform, self._classes, self._dtype, self._form = transform, classes, place.dtype, form
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, C H W) in the learner's number type; n may be 0."""
         return self._transform.flat(batch["x"], self._dtype)
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
-        smoothing = self._smoothing if training else 0.0
+        smoothing = self._form.smoothing if training else 0.0
         loss, _ = self._of_labels(outputs, batch["y"], smoothing)
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
             loss = weight * loss + (1 - weight) * self._of_labels(outputs, batch["partner_y"], smoothing)[0]
-        return Each(loss, {"right": outputs.argmax(1) == batch["y"]})
+        return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
         """(n, classes), in training."""
-        error = self._of_labels(outputs, batch["y"], self._smoothing)[1]
+        error = self._of_labels(outputs, batch["y"], self._form.smoothing)[1]
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
-            error = weight[:, None] * error + (1 - weight)[:, None] * self._of_labels(outputs, batch["partner_y"], self._smoothing)[1]
+            error = weight[:, None] * error + (1 - weight)[:, None] * self._of_labels(outputs, batch["partner_y"], self._form.smoothing)[1]
         return error
 
     def _of_labels(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
         """Each sample's loss (n,), and d(loss) / d(logits) (n, classes)."""
         target = np.eye(self._classes, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / self._classes
-        if self._squared_error:
+        if self._form.squared_error:
             error = logits - target
-            return 0.5 * np.square(error).sum(1), error
+            return self._weighted(0.5 * np.square(error).sum(1), error, labels)
         shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
         log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-        return -(log_softmax * target).sum(1), np.exp(log_softmax) - target
+        return self._weighted(-(log_softmax * target).sum(1), np.exp(log_softmax) - target, labels)
+
+    def _weighted(self, loss: np.ndarray, error: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._form.class_weights is None:
+            return loss, error
+        weights = np.array(self._form.class_weights, self._dtype)[labels]
+        return weights * loss, weights[:, None] * error
 
 
 def check_fields(source: Source, where: str) -> None:
@@ -330,7 +381,8 @@ class LabelledPart:
     def each(self, outputs: Any, batch: Mapping[str, Any], training: bool) -> Each:
         has_class, with_classes = self._labels(batch)
         each = self._part.each(outputs, with_classes, training)
-        return Each(self._where(has_class, each.loss, 0.0), {"right": each.terms["right"] & has_class, "labelled": has_class})
+        terms = {name: term & has_class for name, term in each.terms.items()}
+        return Each(self._where(has_class, each.loss, 0.0), {**terms, "labelled": has_class})
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
         """In NumPy: d(loss of each sample) / d(outputs), (n, outputs)."""

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
-from hvdtrain.tasks.label_counts import edges_of_bins, terms
+from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
 from hvdtrain.tasks.user_functions import Loss, OwnMetric, terms_of
 
@@ -47,8 +47,8 @@ class JaxClassification:
 
     where = staticmethod(jnp.where)  # of this framework
 
-    def __init__(self, inputs: JaxInputs, *, squared_error: bool, smoothing: float, turned: bool) -> None:
-        self._inputs, self._squared_error, self._smoothing = inputs, squared_error, smoothing
+    def __init__(self, inputs: JaxInputs, form: LossForm, *, turned: bool) -> None:
+        self._inputs, self._form = inputs, form
         self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)
 
     def inputs(self, batch: Arrays) -> jax.Array:
@@ -60,14 +60,15 @@ class JaxClassification:
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"]
             loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
-        return Each(loss, {"right": outputs.argmax(1) == batch["y"]})
+        return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def _of_labels(self, logits: jax.Array, labels: jax.Array, training: bool) -> jax.Array:
-        smoothing = self._smoothing if training else 0.0
+        smoothing = self._form.smoothing if training else 0.0
         target = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
         target = target * (1.0 - smoothing) + smoothing / logits.shape[1]  # Szegedy et al. 2015, arXiv:1512.00567, section 7
-        each = 0.5 * jnp.square(logits - target) if self._squared_error else -target * jax.nn.log_softmax(logits)
-        return each.sum(1)
+        each = 0.5 * jnp.square(logits - target) if self._form.squared_error else -target * jax.nn.log_softmax(logits)
+        weights = self._form.class_weights
+        return each.sum(1) if weights is None else each.sum(1) * jnp.asarray(weights, each.dtype)[labels]
 
 
 class JaxRegression:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
-from hvdtrain.tasks.label_counts import edges_of_bins, terms
+from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
 from hvdtrain.tasks.user_functions import Loss, OwnMetric, is_torch_module, terms_of
 
@@ -77,9 +77,10 @@ class TorchClassification:
 
     where = staticmethod(torch.where)  # of this framework
 
-    def __init__(self, inputs: TorchInputs, *, squared_error: bool, smoothing: float) -> None:
-        self._inputs, self._squared_error = inputs, squared_error
-        self._smoothing = smoothing  # share of the label that is spread over all classes (Szegedy et al. 2015, arXiv:1512.00567, section 7)
+    def __init__(self, inputs: TorchInputs, form: LossForm, place: Place) -> None:
+        self._inputs, self._form = inputs, form
+        weights = form.class_weights
+        self._weights = None if weights is None else torch.tensor(weights, dtype=place.dtype, device=place.device)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
         return self._inputs(batch["x"])
@@ -91,12 +92,17 @@ class TorchClassification:
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].to(loss.dtype)
             loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
-        return Each(loss, {"right": outputs.detach().argmax(1) == batch["y"]})
+        return Each(loss, right_terms(outputs.detach(), batch["y"], self._form.top_k))
 
     def _of_labels(self, logits: torch.Tensor, labels: torch.Tensor, training: bool) -> torch.Tensor:
+        """(n,), with class weights: each times that of its label."""
+        loss = self._unweighted(logits, labels, training)
+        return loss if self._weights is None else loss * self._weights[labels]
+
+    def _unweighted(self, logits: torch.Tensor, labels: torch.Tensor, training: bool) -> torch.Tensor:
         """(n,): in training with label smoothing, (1 - e) CE + e times the mean over classes of -log p; in validation without."""
-        smoothing = self._smoothing if training else 0.0
-        if self._squared_error:
+        smoothing = self._form.smoothing if training else 0.0
+        if self._form.squared_error:
             target = functional.one_hot(labels, logits.shape[1]).to(logits.dtype)
             target = target * (1.0 - smoothing) + smoothing / logits.shape[1]
             return 0.5 * (logits - target).square().sum(1)

@@ -98,6 +98,8 @@ def test_the_result_is_that_of_the_last_epoch_with_counts_by_hand(run: Path, cap
     assert found["confusion"] == confusion.tolist()
     assert found["class_samples"] == confusion.sum(1).tolist() and found["count"] == 360
     assert found["class_accuracy"] == [confusion[label, label] / confusion[label].sum() for label in range(10)]
+    said = confusion.sum(0)
+    assert found["class_precision"] == [confusion[label, label] / said[label] if said[label] else None for label in range(10)]
     label, answer, count = found["confused"][0]
     assert count == confusion[label, answer] == (confusion - np.diag(np.diag(confusion))).max()
     assert (found["class_names"], found["split"], found["checkpoint"]) == (list("0123456789"), "val", "step-00000023")

@@ -128,7 +128,7 @@ class Balanced(Classification):
 
     name = "balanced"
     objective = "balanced"
-    metrics = (*Classification.metrics, Metric("balanced", lambda sums: recall(sums["confusion"]), "max", percent=True))
+    metrics = (*classification.metrics_over("count"), Metric("balanced", lambda sums: recall(sums["confusion"]), "max", percent=True))
 
     @property
     def sums(self) -> dict[str, int]:  # type: ignore[override]

@@ -194,6 +194,7 @@ def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None)
         "class_names": None if class_names is None else list(class_names),
         "class_samples": evaluation.classes.samples.tolist(),
         "class_accuracy": class_accuracies(evaluation.classes),
+        "class_precision": class_precisions(confusion),
         "confusion": confusion.tolist() if confusion is not None and len(confusion) <= _MOST_MATRIX else None,
         "confused": most_confused(confusion, _MOST_PAIRS),
     }
@@ -203,6 +204,15 @@ def class_accuracies(counts: ClassCounts) -> list[float]:
     """Accuracy of each class; NaN where it has no samples."""
     pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
     return [right / samples if samples else math.nan for right, samples in pairs]
+
+
+def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
+    """How many of the samples that the model says are of a class are so; NaN where it says none, None without a confusion matrix."""
+    if confusion is None:
+        return None
+    return [
+        right / said if said else math.nan for right, said in zip(np.diagonal(confusion).tolist(), confusion.sum(0).tolist(), strict=True)
+    ]
 
 
 def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
