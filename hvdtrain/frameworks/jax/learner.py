@@ -255,7 +255,12 @@ class JaxLearner(Learner):
     def describe(self) -> str:
         device = f"{self.target.device.platform}:{self.target.device.id}" + "".join(f"+{other.id}" for other in self.target.others)
         count = sum(math.prod(shape) for shape in self._optimizer.shapes)
-        return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}"
+        return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}{self._on_their_way}"
+
+    @property
+    def _on_their_way(self) -> str:
+        """How numbers of a GPU reach other ranks, for the header."""
+        return ", through host memory" if self.target.device.platform != "cpu" and self.communicator.size > 1 else ""
 
     def gpu(self) -> Gpu | None:
         device = self.target.device
