@@ -238,8 +238,14 @@ class GroupConfig(Section):
     """Parameters with a rate, a decay or a momentum of their own: an entry of optim.groups."""
 
     section = "optim.groups"
-    names: str = Field(min_length=1, description="names of parameters, with * for any characters, ? for one: '*.bias'")
+    names: str = Field(
+        min_length=1, description="names of parameters, with * for any characters, ? for one, # for the number of a layer: '*.bias'"
+    )
     rate: float = Field(default=1.0, ge=0, le=1e6, description="their learning rate, times that of the others")
+    layer_rate: float | None = Field(
+        default=None, gt=0, le=1e3, description="with # in names: the rate of a layer, times that of the layer behind it: 0.75"
+    )
+    layers: int | None = Field(default=None, ge=1, le=10**6, description="with layer_rate: how many layers there are, numbered from 0")
     decay: float = Field(default=1.0, ge=0, le=1e6, description="their weight decay, times that of the others")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="their momentum, or first beta; default: that of the others")
 

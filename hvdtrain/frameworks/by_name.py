@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, GroupConfig
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.optim.around import Averaged, Group, Grouped, Thawing, number_of_group
+from hvdtrain.optim.around import Averaged, Group, Grouped, Thawing, number_of_group, number_of_layer
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.tasks.task import Task
 
@@ -62,7 +62,9 @@ def build_rule(config: Config) -> Rule:
         raise UserError(f"{name} is {kind}, framework={config.framework} needs a rule{takes}", where, fix)
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
-    groups = tuple(Group(group.names, group.rate, group.decay, group.momentum) for group in config.optim.groups)
+    groups = tuple(
+        Group(group.names, group.rate, group.decay, group.momentum, group.layer_rate, group.layers or 0) for group in config.optim.groups
+    )
     rule = Grouped(rule, groups) if groups else rule
     if config.model.thaw:
         rule = Thawing(rule, tuple(tuple(entry.names) for entry in config.model.thaw))
@@ -91,9 +93,25 @@ def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None
         if not own:
             what = f"{entry} fits only parameters of entries before it: {short(', '.join(fitting))}"
             raise UserError(what, where, "put it before them, or leave it out")
+        _check_layers(group, entry, own, where)
         if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
             what = f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} leaves {own[0]} without decay"
             raise UserError(what, where, "optim.exclude=none, or an entry without decay")
+
+
+def _check_layers(group: GroupConfig, entry: str, own: Sequence[str], where: str) -> None:
+    """Raises UserError where #, layer_rate and layers of an entry do not belong together."""
+    has = ("#" in group.names, group.layer_rate is not None, group.layers is not None)
+    if group.names.count("#") > 1 or len(set(has[1:])) > 1 or (has[1] and not has[0]):
+        raise UserError(
+            f"{entry} needs layer_rate, layers and one # together", where, "{names: 'blocks.#.*', layer_rate: 0.75, layers: 12}"
+        )
+    if group.layers is not None:
+        found = 1 + max(number_of_layer(name, group.names) or 0 for name in own)
+        if found != group.layers:
+            raise UserError(
+                f"{entry} has layers={group.layers}, and the model's are numbered from 0 to {found - 1}", where, f"layers: {found}"
+            )
 
 
 def _fitting(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

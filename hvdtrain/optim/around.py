@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.core.progress import Hyper
@@ -18,6 +19,19 @@ class Group(NamedTuple):
     rate: float  # times the rate of the others
     decay: float  # times their weight decay
     momentum: float | None  # in the place of theirs
+    layer_rate: float | None = None  # rate of a layer over that of the next one, by the number that # stands for in `names`
+    layers: int = 0  # with layer_rate
+
+    def rate_of(self, name: str) -> float:
+        """The factor of a parameter that fits; in layer n rate layer_rate^(layers - 1 - n).
+
+        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has a rate of its own.
+        """
+        if self.layer_rate is None:
+            return self.rate
+        layer = number_of_layer(name, self.names)
+        assert layer is not None, (name, self.names)
+        return self.rate * self.layer_rate ** (self.layers - 1 - layer)
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,8 @@ class Grouped:
         group = self.groups[number]
         if isinstance(rule, Scaled):  # what optim.name=muon leaves to another rule
             momentum = rule.own_momentum if group.momentum is None else group.momentum
-            return replace(rule, rate=rule.rate * group.rate, decay=rule.decay * group.decay, own_momentum=momentum)
-        return Scaled(rule, group.rate, group.decay, group.momentum)
+            return replace(rule, rate=rule.rate * group.rate_of(name), decay=rule.decay * group.decay, own_momentum=momentum)
+        return Scaled(rule, group.rate_of(name), group.decay, group.momentum)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
@@ -128,7 +142,18 @@ def number_of_entry(name: str, entries: Sequence[Sequence[str]]) -> int | None:
 
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
     """Number of the first pattern that a parameter's name fits."""
-    return next((number for number, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), None)
+    return next((number for number, pattern in enumerate(patterns) if fits(name, pattern)), None)
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name is of a pattern with * for any characters, ? for one, # for a number."""
+    return fnmatchcase(name, pattern) if "#" not in pattern else number_of_layer(name, pattern) is not None
+
+
+def number_of_layer(name: str, pattern: str) -> int | None:
+    """What the first # of a pattern stands for in a name; None where the name does not fit."""
+    found = re.match(translate(pattern).replace(r"\#", "(\\d+)"), name)
+    return int(found[1]) if found else None
 
 
 T = TypeVar("T")

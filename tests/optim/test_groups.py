@@ -130,3 +130,28 @@ def test_every_framework_judges_the_names_before_the_first_step(words: str, what
     task = Classification((2, 2, 1), 3, np.array([0.4]), np.array([0.2]))
     with pytest.raises(UserError, match=what):
         build_learner(config_of(f"framework={framework}", "model.name=linear", *words.split()), task, SingleProcessCommunicator())
+
+
+def test_rates_by_depth() -> None:
+    """Of layer n of three 2 x 0.5^(2 - n), by the number that # stands for."""
+    rule = build_rule(config_of('optim.groups=[{"names":"blocks.#.*","rate":2,"layer_rate":0.5,"layers":3}]'))
+    shapes = {f"blocks.{n}.fc.weight": (2, 3) for n in range(3)} | {"head.weight": (2, 3), "blocks.x.weight": (2, 3)}
+    rates = {name: getattr(rule.of_parameter(name, shape, False), "rate", 1) for name, shape in shapes.items()}
+    assert list(rates.values()) == [0.5, 1, 2, 1, 1]
+    check_patterns(config_of('optim.groups=[{"names":"blocks.#.*","layer_rate":0.5,"layers":3}]'), shapes)
+
+
+@pytest.mark.parametrize(
+    ("group", "what"),
+    [
+        ('{"names":"blocks.#.*","layer_rate":0.5,"layers":4}', "layers=4, and the model's are numbered from 0 to 2"),
+        ('{"names":"blocks.#.*","layer_rate":0.5}', "needs layer_rate, layers and one # together"),
+        ('{"names":"blocks.*","layer_rate":0.5,"layers":3}', "needs layer_rate, layers and one # together"),
+        ('{"names":"blocks.#.#","layer_rate":0.5,"layers":3}', "needs layer_rate, layers and one # together|fits no parameter"),
+        ('{"names":"layers.#.*","layer_rate":0.5,"layers":3}', "fits no parameter of the model"),
+    ],
+)
+def test_depths_that_are_none(group: str, what: str) -> None:
+    shapes = {f"blocks.{n}.fc.weight": (2, 3) for n in range(3)} | {"head.weight": (2, 3)}
+    with pytest.raises(UserError, match=what):
+        check_patterns(config_of(f"optim.groups=[{group}]"), shapes)

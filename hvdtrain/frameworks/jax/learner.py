@@ -255,7 +255,9 @@ class JaxLearner(Learner):
     def describe(self) -> str:
         device = f"{self.target.device.platform}:{self.target.device.id}" + "".join(f"+{other.id}" for other in self.target.others)
         count = sum(math.prod(shape) for shape in self._optimizer.shapes)
-        return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}{self._on_their_way}"
+        return (
+            f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}{self._on_their_way}"
+        )
 
     @property
     def _on_their_way(self) -> str:
