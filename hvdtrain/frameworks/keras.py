@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +24,12 @@ from hvdtrain.config.plugins import call_own, is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
-from hvdtrain.core.progress import fold
+from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.host import HostLearner
 from hvdtrain.frameworks.learner import Learner, fair_threads
+from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.tasks.inputs import transform_of
 from hvdtrain.tasks.task import Task
 
@@ -47,7 +48,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
     model = Model(keras, _make(keras, config, task), config, task, dtype)
     check_patterns(config, {name: p.shape for name, p in model.weights.items()})
-    return HostLearner(config, task, model, build_rule(config), communicator, dtype)
+    rule = build_rule(config)
+    return HostLearner(config, task, model, OfKernels(rule, model.kernels) if config.optim.name == "muon" else rule, communicator, dtype)
 
 
 def _share_cores(communicator: Communicator) -> None:
@@ -117,6 +119,39 @@ def _make(keras: Any, config: Config, task: Task) -> Any:
         what = f"{config.model.name} gave a {type(found).__name__}, not a keras.Model"
         raise UserError(what, where, "a keras.Sequential or keras.Model; or framework=torch, jax")
     return found
+
+
+@dataclass(frozen=True)
+class OfKernels:
+    """A rule for which the first axis of a parameter is its outputs, on kernels of Keras, (..., inputs, outputs)."""
+
+    rule: Rule
+    kernels: frozenset[str]  # names
+    order: tuple[int, ...] = ()  # of a kernel's axes, as the rule has them
+
+    @property
+    def momentum(self) -> float:
+        return self.rule.momentum
+
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        if name not in self.kernels:
+            return self.rule.of_parameter(name, shape, excluded)
+        axes = len(shape)
+        order = axes - 1, axes - 2, *range(axes - 2)  # (outputs, inputs, height, width)
+        return replace(self, rule=self.rule.of_parameter(name, tuple(shape[axis] for axis in order), excluded), order=order)
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return self.rule.init(p, ops)
+
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        """P, g and the arrays of the state are as Keras has them."""
+        p, kept = self.rule.update(_turned(g, self.order), tuple(_turned(one, self.order) for one in state), _turned(P, self.order), h, ops)
+        back = tuple(self.order.index(axis) for axis in range(len(self.order)))
+        return _turned(p, back), tuple(_turned(one, back) for one in kept)
+
+
+def _turned(array: Any, order: tuple[int, ...]) -> Any:
+    return np.ascontiguousarray(array.transpose(order)) if np.ndim(array) == len(order) else array
 
 
 class Backend(Protocol):
@@ -230,6 +265,12 @@ class OnJax:
 _BACKENDS: dict[str, Callable[[], Backend]] = {"torch": OnTorch, "jax": OnJax, "tensorflow": OnTensorFlow}
 
 
+def _layers_with_kernels(keras: Any, model: Any) -> list[Any]:
+    """Layers whose kernels are (..., inputs, outputs)."""
+    kinds = keras.layers.Dense, keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D
+    return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+
+
 def _to_host(value: Any) -> np.ndarray:
     """A tensor of any backend as an array."""
     return np.asarray(sys.modules["keras"].ops.convert_to_numpy(value))
@@ -252,6 +293,8 @@ class Model:
         self._trained = {name: v for name, v in named.items() if v.trainable and id(v) not in drawn}
         self._others = {name: v for name, v in named.items() if not v.trainable and id(v) not in drawn}
         self._seeds = [v for v in model.variables if id(v) in drawn]
+        kernels = {id(layer.kernel) for layer in _layers_with_kernels(keras, model)}
+        self.kernels = frozenset(name for name, v in self._trained.items() if id(v) in kernels)
         self._order = [id(v) for v in model.trainable_variables]
         if wrong := {str(v.dtype) for v in self._trained.values()} - {dtype.name}:
             what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {dtype}"

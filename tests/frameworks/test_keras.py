@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from framework_jobs import MUON, RECIPES
+from framework_jobs import RECIPES
 from ranks import FULL, mpirun, needs_keras, needs_mpirun, needs_tensorflow, python
 
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
@@ -30,7 +30,7 @@ def trained(folder: Path, framework: str, size: int, *jobs: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def in_torch(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    return trained(tmp_path_factory.mktemp("torch"), "torch", 1, *RECIPES, *MUON, "passed_on")
+    return trained(tmp_path_factory.mktemp("torch"), "torch", 1, *RECIPES, "passed_on")
 
 
 def assert_near(found: Weights, expected: Weights, *recipes: str) -> None:
@@ -41,7 +41,7 @@ def assert_near(found: Weights, expected: Weights, *recipes: str) -> None:
 
 
 def test_jax_has_the_weights_of_torch(in_torch: Weights, tmp_path: Path) -> None:
-    assert_near(trained(tmp_path, "jax", 1, *RECIPES, *MUON), in_torch, *RECIPES, *MUON)
+    assert_near(trained(tmp_path, "jax", 1, *RECIPES), in_torch, *RECIPES)
 
 
 def test_numpy_has_the_linear_weights_of_torch(in_torch: Weights, tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ RECIPES = {
     "averaged": "optim.name=sgd optim.ema=0.9",
     "linear": "optim.name=adamw optim.base_lr=0.01 augment.mixup=0.4",
     "convnet": "optim.name=sgd optim.momentum=0.9",
+    "muon": "optim.name=muon optim.base_lr=0.02 optim.rounds=4 optim.ema=0.9",
 }
-MUON = {"muon": "optim.name=muon optim.base_lr=0.02 optim.rounds=4"}  # which takes rows for outputs, as torch and JAX have them here
+CONVNETS = "convnet", "muon"
 PASSED_ON = {"passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"}  # by layers of the same names
 
 
-ALL = RECIPES | MUON | PASSED_ON
+ALL = RECIPES | PASSED_ON
 
 
 def first_weights(recipe: str) -> list[np.ndarray]:
@@ -43,7 +44,7 @@ def first_weights(recipe: str) -> list[np.ndarray]:
     draw = np.random.default_rng(3).normal
     if recipe == "linear":
         return [np.zeros((10, 64)), np.zeros(10)]
-    if recipe == "convnet":
+    if recipe in CONVNETS:
         kernels = draw(0, 0.3, (4, 1, 3, 3)), draw(0, 0.1, 4), draw(0, 0.3, (6, 4, 3, 3)), draw(0, 0.1, 6)
         return [*kernels, draw(0, 0.3, (10, 6)), draw(0, 0.1, 10)]
     return [draw(0, 0.2, (HIDDEN, 64)), draw(0, 0.1, HIDDEN), draw(0, 0.2, (10, HIDDEN)), draw(0, 0.1, 10)]
@@ -58,7 +59,8 @@ def in_torch(recipe: str) -> Any:
         "convnet": [nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6, 10)],
     }
     dense = OrderedDict[str, nn.Module](flat=nn.Flatten(), one=nn.Linear(64, HIDDEN), tanh=nn.Tanh(), two=nn.Linear(HIDDEN, 10))
-    net = nn.Sequential(*layers[recipe]) if recipe in layers else nn.Sequential(dense)
+    network = "convnet" if recipe in CONVNETS else recipe
+    net = nn.Sequential(*layers[network]) if network in layers else nn.Sequential(dense)
     with torch.no_grad():
         for p, weight in zip(net.double().parameters(), first_weights(recipe), strict=True):
             p.copy_(torch.from_numpy(weight))
@@ -83,7 +85,7 @@ def in_jax(recipe: str) -> Any:
         return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=dimensions) + params["bias"]
 
     def apply(params: Any, x: Any) -> Any:
-        if recipe == "convnet":
+        if recipe in CONVNETS:
             return dense(params["three"], convolved(params["two"], jnp.tanh(convolved(params["one"], x, 1)), 2).mean((1, 2)))
         return dense(params["two"], jnp.tanh(dense(params["one"], x.reshape(len(x), -1))))
 
@@ -105,7 +107,9 @@ def in_keras(recipe: str = "") -> Any:
         "convnet": [make.Conv2D(4, 3, activation="tanh"), make.Conv2D(6, 3, 2), make.GlobalAveragePooling2D(), make.Dense(10)],
         "passed_on": [make.Flatten(), rows(HIDDEN, name="one"), make.Activation("tanh"), rows(10, name="two")],
     }
-    layers = networks.get(recipe, [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(10)])
+    layers = networks.get(
+        "convnet" if recipe in CONVNETS else recipe, [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(10)]
+    )
     model = keras.Sequential([make.Input((8, 8, 1)), *layers])
     model.set_weights([weight if recipe == "passed_on" else as_in_keras(weight) for weight in first_weights(recipe)])
     return model

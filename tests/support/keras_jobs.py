@@ -155,6 +155,9 @@ def check_what_is_refused(folder: Path) -> None:
         (["model.name=keras_jobs:flat_alone"], "the model fails for inputs (2, 8, 8, 1) of float32", "the model gets (n, 8, 8, 1)"),
         (["model.name=keras_jobs:normed", "shard.stage=1"], "framework=keras does not support shard.stage=1", "framework=torch"),
         (["model.name=keras_jobs:normed", "optim.name=torch.optim.SGD"], "", ""),
+        (["model.name=keras_jobs:normed", "framework=jax"], "gave a Sequential, not a pair of functions", "framework=keras with KERAS"),
+        *[(["model.name=keras_jobs:normed", "framework=torch", "optim.name=muon"], "takes the first axis of a matrix", "framework=keras")]
+        * (keras.backend.backend() == "torch"),
     ]:
         try:
             train(folder / "refused", *words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -134,6 +135,9 @@ def _functions(config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: ja
     if not isinstance(model, Functions) and not is_pair:
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         fix = "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes); or a module of a library of JAX"
+        keras = sys.modules.get("keras")
+        if keras is not None and isinstance(model, keras.Model):
+            fix = "framework=keras with KERAS_BACKEND=jax"
         raise UserError(what, where, fix)
     functions = Functions(*model)
     return functions._replace(apply=with_recompute(functions.apply, name, config.model.recompute, config.where("model.recompute")))

@@ -41,6 +41,9 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
     if config.shard.stage == 3:
         what = "shard.stage=3 gives the weights of a model other tensors, and Keras keeps its own"
         raise UserError(what, config.where("shard.stage"), "shard.stage=2")
+    if config.optim.name == "muon":
+        what = "optim.name=muon takes the first axis of a matrix for its outputs, and in kernels of Keras it is the last one"
+        raise UserError(what, config.where("optim.name"), "framework=keras, or another optim.name")
     wanted = _number_type(config).name
     load_keras(where, _number_type(config))  # its operations are of that type, too
     if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
