@@ -133,6 +133,9 @@ class AroundSource:
     def identity(self) -> dict[str, str]:
         return self.source.identity()
 
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return known_stats(self.source, name, indices)
+
     @property
     def reads_from_memory(self) -> bool:
         return reads_from_memory(self.source)
@@ -332,6 +335,13 @@ def known_labels(source: Source) -> np.ndarray | None:
         return source.labels()
     method = getattr(source, "known_labels", None)
     found: np.ndarray | None = None if method is None else method()
+    return found
+
+
+def known_stats(source: Source, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+    """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis, where the source knows them; else None."""
+    method = getattr(source, "known_stats", None)
+    found: np.ndarray | None = None if method is None else method(name, indices)
     return found
 
 

@@ -20,6 +20,7 @@ from hvdtrain.data.source import (
     check_indices,
     crops_at_random,
     known_labels,
+    known_stats,
     notes_of,
     read_in_epochs,
 )
@@ -90,6 +91,9 @@ class Subset(AroundSource):
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         check_indices(indices, len(self))
         return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return known_stats(self.source, name, self.indices if indices is None else self.indices[indices])
 
     def known_labels(self) -> np.ndarray | None:
         labels = known_labels(self.source)

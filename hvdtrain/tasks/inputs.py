@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.config.schema import DataConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import as_images, to_numpy
-from hvdtrain.data.source import Field, LabelledImages, Source
+from hvdtrain.data.source import Field, LabelledImages, Source, known_stats
 from hvdtrain.errors import UserError
 
 _MOST_VALUES = 2**22  # that are read at most: about 2 s of exact sums
@@ -57,7 +57,7 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
-    """Statistics of a field, from at most 2**22 of its numbers, drawn by counters, without rounding; of labelled images as they are."""
+    """Statistics of a field: of up to 2**22 numbers without rounding; of more all that files have, else so many, drawn by counters."""
     if name == "x" and isinstance(source, WithStats):
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
@@ -66,6 +66,9 @@ def column_stats(source: Source, name: str) -> ColumnStats:
     most = max(1, _MOST_VALUES // max(1, math.prod(field.shape)))
     chosen = np.arange(samples)
     if samples > most:
+        known = None if is_image(field) else known_stats(source, name)
+        if known is not None:
+            return ColumnStats(*known)
         chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
     values = source.read(chosen)[name].astype(np.float64).reshape(-1, field.shape[-1] if field.shape else 1)  # (values, C)
     values = values / (255.0 if is_image(field) else 1.0)

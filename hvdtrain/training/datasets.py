@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import BLOCKS_VERSION, evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
+from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
@@ -35,7 +37,7 @@ from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
-from hvdtrain.training.input import DEFAULT_BLOCK
+from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle
 
 # Task.facts() of images, by the name that a message gives them
 _FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
@@ -57,6 +59,9 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
     """
     train, val = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
+    ranks = communicator or SingleProcessCommunicator()
+    if (files := stored_in(train)) is not None:
+        files.read_together(Ranks(ranks.rank, ranks.size, ranks.allreduce))
     _check_reading(config, train, val)
     check_augmentation(config, train)
     task = build_task(train, val, config)
@@ -271,7 +276,7 @@ def _fit_into_file(names: Sequence[str]) -> bool:
 def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
     train, val, task = datasets
-    lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source)))
+    lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source))) + _notes_on_blocks(config, train)
     if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
         lines.append(
             "data.val_share takes of all samples alike, not of each class: labels are read with the samples (`targets` would have them)"
@@ -282,6 +287,21 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
         return lines
     is_grey = task.shape[2] == 3 and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
     return lines + ["grey images: the three channels have the same values; data.channels=1 reads one"] * is_grey
+
+
+def _notes_on_blocks(config: Config, train: Source) -> list[str]:
+    """A line where blocks of files are decoded more than once in an epoch, for want of memory."""
+    files = stored_in(train)
+    if files is None or files.rows_of_block is None:
+        return []
+    shuffle, cache_mb = block_shuffle(config.data), files.samples.cache.most_bytes / 1e6
+    samples = len(train) if shuffle is None else min(len(train), shuffle.block * shuffle.window)
+    wanted_mb = samples * sum(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in files.fields.values()) / 1e6
+    if wanted_mb <= cache_mb:
+        return []
+    of = "the training set" if shuffle is None else "a window of data.shuffle_window"
+    fix = "data.shuffle=blocks decodes each once" if shuffle is None else "a smaller window decodes each once"
+    return [f"{of} is {wanted_mb:,.0f} MB, and data.cache_mb={cache_mb:,.0f}: blocks are decoded again and again; {fix}, or a larger cache"]
 
 
 def _has_hidden_labels(source: Source) -> bool:

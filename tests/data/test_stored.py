@@ -18,12 +18,14 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
+from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import select
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import build_source
 
 needs_h5py = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
 needs_zarr = pytest.mark.skipif(not importlib.util.find_spec("zarr"), reason="zarr is not installed")
@@ -300,6 +302,41 @@ def test_damaged_and_foreign_hdf5_files(tmp_path: Path) -> None:
     source = hdf5.build("hdf5", of_hdf5(tmp_path / "e.h5"), "train", fields={"x": "/gzip", "y": "/labels"})
     truncated(tmp_path / "e.h5", 0.5)
     assert "the file has changed since the job began" in error_of(lambda: source.read(np.arange(3)))
+
+
+@pytest.mark.parametrize(("library", "name", "module"), [("h5py", "hdf5", hdf5), ("zarr", "zarr", zarr), ("pyarrow", "parquet", parquet)])
+def test_a_missing_library_is_named(library: str, name: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    path = tmp_path / f"train.{name}"
+    (path.mkdir if name == "zarr" else path.touch)()
+    path = path if name != "hdf5" else path.rename(tmp_path / "train.h5")
+    assert f"pip install 'hvdtrain[{name}]'" in error_of(lambda: module.build(name, tmp_path, "train"))
+
+
+def test_blocks_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(csv, "_BLOCK_BYTES", 50_000)
+    numbers = RANDOM.integers(0, 2, (3000, 80))
+    lines = [",".join(f"c{i}" for i in range(79)) + ",y", *(",".join(map(str, row)) for row in numbers.tolist())]
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    (tmp_path / "val.csv").write_text("\n".join(lines[:9]))
+    job = ["data.name=csv", "data.root=.", "data.cache_mb=1", "model.name=mlp", "model.widths=[2]", "stop.steps=1"]
+    hvdtrain.train({}, "run=full", *job)
+    assert "the training set is 2 MB, and data.cache_mb=1: blocks are decoded again and again" in capsys.readouterr().out
+    hvdtrain.train({}, "run=blocks", "data.shuffle=blocks", "data.shuffle_window=2", *job)
+    found = capsys.readouterr().out
+    assert "shuffled by 2 blocks of 313" in found and "again and again" not in found
+
+
+def test_a_folder_of_files_is_staged_and_a_file_alone_is_not(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train", "val"):
+        np.savez(tmp_path / "data" / f"{name}.npz", x=U, y=LABELS)
+    config = configure(None, ["data.name=npz", f"data.root={tmp_path}/data", f"data.stage={tmp_path}/stage"])
+    source = build_source(config, "train")
+    assert source.read(DRAWN)["x"].tobytes() == U[DRAWN].tobytes() and f"{tmp_path}/stage" in stored(source).where
+    file = configure(None, ["data.name=npz", f"data.root={tmp_path}/data/train.npz", f"data.stage={tmp_path}/stage"])
+    assert "data.stage copies a folder of files" in error_of(lambda: build_source(file, "train"))
 
 
 def test_damaged_and_foreign_npz_files(tmp_path: Path) -> None:

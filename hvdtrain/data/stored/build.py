@@ -14,7 +14,7 @@ from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.own.as_source import CheckedSource
 from hvdtrain.data.source import Field, Source, Split
 from hvdtrain.data.stored.cache import BlockCache
-from hvdtrain.data.stored.files import files_of_split
+from hvdtrain.data.stored.files import FileOnDisk, files_of_split
 from hvdtrain.data.stored.images import images_of
 from hvdtrain.data.stored.selection import name_and_words, select
 from hvdtrain.data.stored.source import Part, Selected, StoredSamples, StoredSource
@@ -119,7 +119,13 @@ def _samples(name: str, files: list[StoredFile], paths: list[Path], fields: dict
     ]
     kinds = {field_name: _kind(field_name, arrays[0][field_name], wanted) for field_name in fields}
     parts = tuple(_part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True))
-    return StoredSamples(kinds, tuple(part for part in parts if part.samples), name, BlockCache(wanted.cache_mb * 10**6))
+    key = "" if any(path.is_dir() for path in paths) else f"{[_state(path) for path in paths]} {fields} {kinds}"
+    return StoredSamples(kinds, tuple(part for part in parts if part.samples), name, BlockCache(wanted.cache_mb * 10**6), key)
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    file = FileOnDisk.of(path)
+    return str(path.resolve()), file.size, file.mtime_ns
 
 
 def _selected(file: StoredFile, path: Path, texts: list[str], keys: Iterator[int]) -> Iterator[Selected]:

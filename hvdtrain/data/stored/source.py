@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,10 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field, Source, check_indices, smallest
+from hvdtrain.data.source import Field, Source, check_indices, check_numbers, smallest
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
+from hvdtrain.data.stored.statistics import Ranks, kept, mean_and_std
 from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
@@ -86,6 +88,7 @@ class StoredSamples:
     parts: tuple[Part, ...]
     name: str  # for messages
     cache: BlockCache
+    key: str = ""  # changes with the name, size and time of each file, and with what is read of it; empty of folders, which show no change
     defined_at = "hvdtrain/data/stored"
 
     @property
@@ -166,6 +169,32 @@ class StoredSource:
     def _all(self, name: str) -> np.ndarray:
         pieces = range(0, len(self), 2**20)
         return np.concatenate([self.read_field(name, np.arange(start, min(len(self), start + 2**20))) for start in pieces])
+
+    def read_together(self, ranks: Ranks) -> None:
+        """From now on statistics are computed by these ranks together."""
+        self._known["ranks"] = ranks
+
+    def known_stats(self, name: str, indices: np.ndarray | None) -> np.ndarray | None:
+        """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of some: one pass, which is kept.
+
+        None where no ranks read together. Every rank calls it.
+        """
+        ranks: Ranks | None = self._known.get("ranks")
+        if ranks is None:
+            return None
+        shape, chosen = self.fields[name].shape, "all" if indices is None else digest({"indices": indices})
+
+        def read(rows: np.ndarray) -> np.ndarray:
+            found = self.read_field(name, rows if indices is None else indices[rows])
+            check_numbers(name, found, self.fields[name], self.where, rows)
+            return found
+
+        def compute() -> np.ndarray:
+            return mean_and_std(read, len(self) if indices is None else len(indices), shape, ranks)
+
+        text = f"{name} {self.samples.key} {chosen} {self.identity()}"
+        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if self.samples.key else ""
+        return np.asarray(self._once(f"statistics {text}", lambda: kept(key, shape[-1] if shape else 1, ranks, compute)))
 
     def digests(self, seed: int) -> dict[str, str]:
         """A digest of all labels and of some samples at fixed places."""

@@ -1,0 +1,94 @@
+"""Mean and deviation of a field of a large set: one pass over its samples, of which each rank reads a part; the same bits on any number."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.folder import Folder
+from hvdtrain.data.files.folders import cache_root
+
+_VALUES = 2**20  # of a piece, about
+
+
+class Ranks(NamedTuple):
+    """The ranks that read together."""
+
+    rank: int
+    size: int
+    add_up: Callable[[np.ndarray, str], np.ndarray]  # the sum of float64 arrays over the ranks, by name
+
+
+ALONE = Ranks(0, 1, lambda array, name: array)
+
+
+def mean_and_std(read: Callable[[np.ndarray], np.ndarray], samples: int, shape: tuple[int, ...], ranks: Ranks) -> np.ndarray:
+    """float64 (2, C), over the last axis: the mean and the deviation, 1 where a column is constant. Every rank calls it.
+
+    read: of samples, int64 (n,), the numbers (n, *shape).
+    """
+    columns = shape[-1] if shape else 1
+    rows = max(1, _VALUES // max(1, math.prod(shape)))
+    firsts = range(0, samples, rows)
+    pieces = np.zeros((len(firsts), 3, columns))  # of each piece: how many, mean, sum of squares about it
+    for number in range(len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size):
+        values = read(np.arange(firsts[number], min(samples, firsts[number] + rows))).astype(np.float64).reshape(-1, columns)
+        mean = values.mean(0)
+        pieces[number] = np.stack([np.full(columns, len(values)), mean, np.square(values - mean).sum(0)])
+    return _together(ranks.add_up(pieces.ravel(), "statistics.pieces").reshape(pieces.shape))
+
+
+def _together(pieces: np.ndarray) -> np.ndarray:
+    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm", eq. 2.1, for all pieces at once, with exact sums."""
+    found = []
+    for counts, means, squares in pieces.transpose(2, 1, 0):
+        count = math.fsum(counts)
+        mean = math.fsum(counts * means) / count
+        square = math.fsum([*squares, *(counts * np.square(means - mean))]) / count
+        found.append((mean, math.sqrt(square) if square else 1.0))
+    return np.array(found).T
+
+
+def kept(key: str, columns: int, ranks: Ranks, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """What compute() gave, float64 (2, columns), on this machine before, or gives now: rank 0 has the file. Every rank calls it.
+
+    key: names the file; empty: nothing is kept.
+    """
+    if not key:
+        return compute()
+    path = cache_root() / "statistics" / f"{key}.json"
+    found = _read(path, columns) if ranks.rank == 0 else None
+    shared = np.zeros(1 + 2 * columns)
+    if found is not None:
+        shared = np.concatenate([[1.0], found.ravel()])
+    shared = ranks.add_up(shared, "statistics.kept")
+    if shared[0]:
+        return shared[1:].reshape(2, columns)
+    computed = compute()
+    if ranks.rank == 0:
+        _write(path, computed)
+    return computed
+
+
+def _read(path: Path, columns: int) -> np.ndarray | None:
+    """The numbers in the file; None where it is absent or damaged."""
+    try:
+        found = np.array(json.loads(path.read_text()), np.float64)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.shape == (2, columns) and np.isfinite(found).all() and (found[1] > 0).all() else None
+
+
+def _write(path: Path, found: np.ndarray) -> None:
+    """Whole or not at all; where the folder cannot be written the next job computes them again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with Folder.open(path.parent) as folder:
+            folder.replace(path.name, json.dumps(found.tolist()).encode())
+    except OSError:
+        return
