@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.core.metrics import Better
 from hvdtrain.errors import UserError
+from hvdtrain.tasks.library_metrics import SumsOfMetric, is_library_metric
 
 WHERE = "hvdtrain.train(), metrics"
 
@@ -43,7 +44,7 @@ class OwnMetric:
 
 
 def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric]:
-    """{"mae": (function, "min")} or {"recall": OwnMetric(...)}. Raises UserError for all else."""
+    """{"mae": (function, "min")}, {"f1": (one of torchmetrics, "max")} or {"recall": OwnMetric(...)}. Raises UserError for all else."""
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"metrics is a {type(given).__name__}", WHERE, 'a dict: {"mae": (function, "min")}')
     return {name: _read(str(name), one) for name, one in (given or {}).items()}
@@ -51,6 +52,9 @@ def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric]:
 
 def _read(name: str, given: Any) -> OwnMetric:
     fix = f'{{"{name}": (function, "max")}} where higher is better, else "min"; or hvdtrain.OwnMetric'
+    if isinstance(given, tuple) and len(given) in (2, 3) and is_library_metric(given[0]):
+        sums = SumsOfMetric(name, given[0], given[2] if len(given) == 3 else None, WHERE)
+        given = OwnMetric(sums, given[1], sums.length, sums.compute)
     if isinstance(given, tuple) and len(given) == 2:
         given = OwnMetric(*given)
     if not isinstance(given, OwnMetric):
