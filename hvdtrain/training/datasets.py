@@ -285,7 +285,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
         lines += notes_on_labels(train, val, task.classes, task.ignored)
     if not isinstance(task, Classification) or not task.is_of_images:
         return lines
-    is_grey = task.shape[2] == 3 and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
+    is_grey = task.shape[2] == 3 and not config.data.mean and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
     return lines + ["grey images: the three channels have the same values; data.channels=1 reads one"] * is_grey
 
 
