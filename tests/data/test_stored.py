@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import stored_data
 from pool import alone
-from ranks import mpirun, needs_mpirun
+from ranks import ROOT, mpirun, needs_mpirun
 
 import hvdtrain
 from hvdtrain.config.read import configure
@@ -394,6 +394,17 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_words_that_select_nothing(words: str, message: str) -> None:
     assert message in error_of(lambda: select(words, (9, 5), f"u[{words}]", "a.h5"))
+
+
+def test_files_damaged_at_random_are_read_or_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "fuzz_stored.py"), str(tmp_path), "3", "150"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 _READ_ALL = """

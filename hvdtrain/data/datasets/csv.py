@@ -73,7 +73,7 @@ class CsvFile:
         file = FileOnDisk.of(path)
         with file.opened() as text:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
-        header = next(csv.reader([_text(first, path, 1).lstrip("\ufeff").rstrip("\r")], delimiter=delimiter), [])
+        header = next(iter(_split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, f"{path}:1")), [])
         header = [name.strip() for name in header]
         wrong = "a column without a name" if "" in header else "two columns of the same name" if len(set(header)) < len(header) else ""
         if not header or not newline or wrong or any(re.fullmatch(r"[-+.\deE]+", name) for name in header):
@@ -112,7 +112,7 @@ class CsvFile:
 
     def rows(self, block: int) -> list[list[str]]:
         """Raises UserError for a line that has not as many columns as the first."""
-        rows = list(csv.reader(io.StringIO(self.lines(block)), delimiter=self.delimiter))
+        rows = _split(self.lines(block), self.delimiter, f"{self.file.path}:{self.edges[block] + 2}")
         first, last = self.edges[block], self.edges[block + 1]
         wrong = next((number for number, row in enumerate(rows) if len(row) != len(self.header)), None)
         if wrong is not None or len(rows) != last - first:
@@ -120,6 +120,15 @@ class CsvFile:
             found = "no column" if wrong is None or not rows[wrong] else f"{len(rows[wrong])} columns"
             raise UserError(f"the line has {found}, the first line {len(self.header)}", f"{self.file.path}:{line}", "correct or remove it")
         return rows
+
+
+def _split(lines: str, delimiter: str, where: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(lines, newline=""), delimiter=delimiter))
+    except csv.Error as error:
+        raise UserError(
+            f"the lines from here on cannot be divided into columns: {error}", where, "correct the quotes and ends of lines"
+        ) from None
 
 
 def _text(raw: bytes, path: Path, line: int) -> str:

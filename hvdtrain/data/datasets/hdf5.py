@@ -22,7 +22,7 @@ from hvdtrain.errors import UserError, first_line
 
 _SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
 _BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
-_DAMAGE = (OSError, RuntimeError, ValueError, KeyError)  # what h5py raises
+_DAMAGE = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError)  # what h5py raises
 _PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 
 
@@ -39,8 +39,7 @@ def build(
 ) -> Source:
     """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with data.val_share or data.split_by.
 
-    fields: the array of each field, {x: /fields/u, y: /labels}; "/fields/u[:, 0:3]" is a part, a list is stacked behind the axis of the
-    samples, {split} in a name is train or val (default: arrays x and y)
+    fields: array of each field, {x: /u, y: /labels}; "/u[:, 0:3]" is a part, of a list axis 1, {split} is train or val (default: x, y)
     dtypes: number types that fields are converted to, {x: float32}
     split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
     split_val: values of split_by that validate
@@ -91,11 +90,14 @@ class Hdf5File:
         found: list[str] = []
 
         def visit(name: str, entry: Any) -> None:
-            if hasattr(entry, "dtype") and entry.dtype.kind in "iufb" and entry.shape:
+            if hasattr(entry, "chunks") and entry.dtype.kind in "iufb" and entry.shape:
                 found.append(f"/{name}")
 
         with _opened(self.file) as file:
-            file.visititems(visit)
+            try:
+                file.visititems(visit)
+            except _DAMAGE as error:
+                raise cut_off(self.file.path, first_line(error)) from None
         return found
 
     def array(self, name: str) -> StoredArray:
@@ -160,6 +162,8 @@ def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         offsets[place], sizes[place], masks[place] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
     dataset.id.chunk_iter(note)
+    if (offsets + sizes).max(initial=0) > Path(dataset.file.filename).stat().st_size or offsets.min(initial=0) < 0:
+        raise ValueError("a chunk is outside of the file")
     return offsets, sizes, masks
 
 

@@ -78,7 +78,7 @@ class NpzFile:
         try:
             with zipfile.ZipFile(self.file.path) as archive, archive.open(info) as member:
                 dtype, shape, _ = _array_header(member)
-        except _DAMAGE as error:
+        except (OSError, *_DAMAGE) as error:
             raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
         check_dtype(dtype, name, self.file.path)
         return WholeMember(self.file, name, dtype, shape)
@@ -114,9 +114,12 @@ class NpzFile:
 
 def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     """Type, shape and whether the first axis is the fastest; the file is then at the numbers. Raises ValueError."""
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(file)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # numpy raises ValueError, tokenize.TokenError and more for a damaged header
+        raise ValueError(first_line(error)) from None
     return dtype, shape, is_fortran
 
 

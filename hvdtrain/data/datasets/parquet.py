@@ -65,7 +65,7 @@ class ParquetFile:
             with pyarrow.parquet.ParquetFile(path) as opened:
                 rows = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
                 return ParquetFile(file, list(opened.schema_arrow.names), np.cumsum([0, *rows], dtype=np.int64))
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
 
     @property
@@ -96,7 +96,7 @@ class ParquetFile:
                 table = opened.read_row_group(group, columns=list(names), use_threads=False)
                 table.validate(full=True)
                 return [table[name].combine_chunks() for name in names]
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(self.file.path, f"row group {group}: {first_line(error)}") from None
 
 
@@ -130,6 +130,9 @@ def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray
     columns = [from_arrow(values, name, path.name, str(path)) for name, values in zip(names, table.read(group, names), strict=True)]
     for name, column in zip(names, columns, strict=True):
         check_dtype(column.dtype, name, path)
+    rows = int(table.edges[group + 1] - table.edges[group])
+    if any(len(column) != rows for column in columns):
+        raise cut_off(path, f"row group {group} has not the {rows} rows that the file says")
     if len(columns) == 1:
         return columns[0]
     wrong = next((name for name, column in zip(names, columns, strict=True) if column.ndim > 1), None)

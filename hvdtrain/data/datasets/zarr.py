@@ -29,8 +29,7 @@ def build(
 ) -> Source:
     """Arrays of train.zarr and val.zarr in data.root, of several such groups, or of one with data.val_share or data.split_by.
 
-    fields: the array of each field, {x: fields/u, y: labels}; "fields/u[:, 0:3]" is a part, a list is stacked behind the axis of the
-    samples, {split} in a name is train or val (default: arrays x and y)
+    fields: array of each field, {x: u, y: labels}; "u[:, 0:3]" is a part, of a list axis 1, {split} is train or val (default: x, y)
     dtypes: number types that fields are converted to, {x: float32}
     split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
     split_val: values of split_by that validate

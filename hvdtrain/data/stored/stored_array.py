@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.data.stored.files import FileOnDisk
+from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
 
@@ -37,6 +37,11 @@ class PlainRows:
     offset: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+        if self.offset < 0 or end > self.file.size:
+            raise cut_off(self.file.path, f"an array goes on to byte {end} of {self.file.size}")
 
     @property
     def row_bytes(self) -> int:
