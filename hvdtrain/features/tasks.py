@@ -30,7 +30,8 @@ def _another_loss(fix: str) -> Exclusion:
 
 def _loss_object(job: PlannedJob) -> Iterator[UserError]:
     """A loss that a script gives has its own way to leave out samples."""
-    if is_object(job.config.task.name):
+    given = job.config.task.given
+    if is_object(job.config.task.name) and (given is None or "loss" in given.objects):  # a prediction has the task of its checkpoint
         what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of_object(job.config.task.name)}"
         yield UserError(what, job.where("task.ignore_label"), "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out")
 

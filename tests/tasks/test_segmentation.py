@@ -341,3 +341,35 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path: Path) -> None:
 def _without_masks(folder: Path) -> Path:
     (folder / "train" / "images").mkdir(parents=True)
     return folder
+
+
+def test_predict_writes_a_mask_for_each_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = written(tmp_path / "data")
+    assert (
+        main(
+            [
+                "data.name=image_masks",
+                f"data.root={root}",
+                "data.size=16",
+                *WORDS[1:],
+                "task.classes=3",
+                "batch.size=8",
+                "epochs=2",
+                "run=out",
+            ]
+        )
+        == 0
+    )
+    images = root / "val" / "images"
+    assert main(["predict", "out", "--images", str(images), "--to", "masks"]) == 0
+    assert "12 masks -> masks" in capsys.readouterr().out
+    said = hvdtrain.predict("out", own_data.shapes("val")["x"]).argmax(1)
+    for number, classes in enumerate(said):
+        mask = Image.open(tmp_path / "masks" / "a" / f"{number:02}.png")
+        assert mask.mode == "P" and np.array_equal(np.array(mask), classes)
+    assert len(np.unique(said)) > 1
+    for to, message in (("masks", "masks exists already"), ("said.csv", "masks are PNG files in a folder, and said.csv is none")):
+        assert main(["predict", "out", "--images", str(images), "--to", to]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["predict", "out", "--images", str(images), "--to", "masks", "--force"]) == 0

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cli.evaluate.command import Arguments, load_model, name_of, parse, read_former_run
+from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -24,7 +25,9 @@ from hvdtrain.data.images.image_source import FoundImages, ImageFiles, ImageSour
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification import Classification
+from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.language import Language
+from hvdtrain.tasks.segmentation import Segmentation
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_tasks import Measured
 from hvdtrain.training.evaluate import predict as predict_samples
@@ -40,7 +43,8 @@ hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.
   --data         numbers in the place of images: a table .csv with the columns of x in their order (y, label, labels and target are left
                  out), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
   --to           the table to write: file or number of the sample, class, and the model's probability of that class (squared_error: its
-                 output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen
+                 output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen; with
+                 task.name=segmentation a folder for a PNG of each image, whose pixels are classes (every rank writes its own)
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
   --force        overwrite FILE if it exists
@@ -63,7 +67,10 @@ def predict(arguments: Sequence[str]) -> int:
             "--to is missing" if len(given) == 1 else "--images or --data is missing" if not given else "--images and --data are both given"
         )
         raise UserError(what, "command line of predict", USAGE.partition("\n")[0])
-    _check_target(parsed.options["to"], parsed.options["force"])
+    may_be_of_masks = given == ["images"] and not Path(parsed.options["to"]).suffix
+    (check_folder_of_masks if may_be_of_masks and parsed.options["to"] != "-" else _check_target)(
+        parsed.options["to"], parsed.options["force"]
+    )
     work, objects = (_predict, {}) if given == ["images"] else (_predict_data, _objects(parsed))
     words = [*parsed.of_job(), *(f"{section}.name={one.name}" for section, one in objects.items())]
     if given == ["data"] and "data" not in objects:
@@ -117,12 +124,22 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     images, left_out = list_images(Path(folder))
     files = ImageFiles(folder, images)
     model = load_model(rank, parsed)
-    if not isinstance(model.task, Classification) or not model.task.is_of_images:
+    task, to = model.task, parsed.options["to"]
+    is_of_masks = isinstance(task, Segmentation) and is_image(task.x)
+    if not is_of_masks and (not isinstance(task, Classification) or not task.is_of_images):
         raise UserError(f"--images are of images, and the run has task.name={model.task.name}", "RUN", "--data FILE")
-    source = _source(files, model.task, config)
+    source = _source(files, task.sizes["shape"], task.sizes.get("classes", 1), config)
     if communicator.size > 1:
         data = {"image files": source.image_digest(config.seed), "samples": len(source), "names": "\n".join(files.paths)}
         check_same_facts(communicator, facts(config, data, communicator.name))
+    if is_of_masks:
+        count = write_masks(rank, model, source, files.paths, to, parsed.options["force"])
+        if not communicator.rank:
+            notes = [*model.notes, *left_out_note(left_out, folder)]
+            print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
+            print(f"{count:,} masks -> {to}")
+        return DONE
+    _check_target(to, parsed.options["force"])
     mine = [np.empty((0, 2))]
     for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat):
         mine.append(best(predictions.outputs.astype(np.float64), is_softmax=config.model.loss == "cross_entropy"))
@@ -153,19 +170,19 @@ def list_images(folder: Path) -> FoundImages:
     return FoundImages(sorted(found.images), found.left_out)
 
 
-def _source(files: ImageFiles, task: Classification, config: Config) -> ImageSource:
+def _source(files: ImageFiles, shape: tuple[int, int, int], classes: int, config: Config) -> ImageSource:
     """The images in the form that the model takes.
 
     Their centre squares are resized where data.size is set, and where the model is of a data set that has no image files; else all
     have the model's size.
     """
     sized = config.data.options.get("size") is not None
-    crop = sized or (config.data.name not in ("folder", "webdataset") and task.shape[0] == task.shape[1])
+    crop = sized or (config.data.name not in ("folder", "webdataset", "image_masks") and shape[0] == shape[1])
     return ImageSource(
         encoded=files,
         y=np.zeros(len(files), np.int64),
-        classes=task.classes,
-        shape=(task.shape[0], task.shape[1], task.shape[2]),
+        classes=classes,
+        shape=shape,
         crop=crop,
         first=lambda: "the model's training images",
         upright=config.data.options.get("exif") == "apply",
@@ -226,6 +243,12 @@ def said(task: Any, config: Config) -> Said:
             lambda numbers: ["token", "probability"],
             lambda outputs: best(outputs[:, -1].astype(np.float64), is_softmax=True),
             lambda numbers: [str(int(numbers[0])), f"{numbers[1]:.6f}"],
+        )
+    if isinstance(task, Segmentation):
+        return Said(
+            lambda numbers: [f"pixel_{number}" for number in range(numbers)],
+            lambda outputs: outputs.argmax(1).reshape(len(outputs), -1),
+            lambda numbers: [str(int(number)) for number in numbers],
         )
     return Said(
         lambda numbers: ["prediction"] if numbers == 1 else [f"prediction_{number + 1}" for number in range(numbers)],

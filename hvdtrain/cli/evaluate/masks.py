@@ -1,0 +1,95 @@
+"""What a model of task.name=segmentation says about image files: a PNG for each, whose pixels are the numbers of classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.source import AroundSource, Field, Source
+from hvdtrain.errors import UserError, short
+from hvdtrain.training.evaluate import predict as predict_samples
+from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+_WHERE = "--to"
+
+
+def check_folder_of_masks(to: str, force: bool) -> None:
+    """Raises UserError where no folder of this name can be made, or it has files already."""
+    path = Path(os.path.expanduser(to))
+    if path.suffix or to == "-":
+        what = f"masks are PNG files in a folder, and {to} is none"
+        raise UserError(what, _WHERE, "--to masks")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}", _WHERE, f"mkdir -p {path.parent}")
+    if os.path.lexists(path) and not (path.is_dir() and (force or not any(path.iterdir()))):
+        raise UserError(f"{to} exists already", _WHERE, "--force writes into the folder; or give another name")
+
+
+@dataclass(frozen=True, eq=False)
+class _WithoutMasks(AroundSource):
+    """Images whose masks are not known: the loss of a prediction is of class 0, and is not used."""
+
+    source: Source
+    y: Field
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return {"x": self.source.read(indices)["x"], "y": np.zeros((len(indices), *self.y.shape), self.y.dtype)}
+
+
+def write_masks(rank: Rank, model: TrainedModel, source: ImageSource, names: Sequence[str], to: str, force: bool) -> int:
+    """Every rank writes those of its images, below the names of these; returns how many there are. Every rank calls it.
+
+    Raises UserError where two images would have one mask, and where a file cannot be written.
+    """
+    files = [str(PurePosixPath(name).with_suffix(".png")) for name in names]
+    if len(set(files)) < len(files):
+        twice = next(name for number, name in enumerate(files) if name in files[:number])
+        raise UserError(f"two images would have the mask {short(twice)}", "--images", "names that differ in more than the suffix")
+    folder = Path(os.path.expanduser(to))
+    on_rank_0(rank.communicator, lambda: check_folder_of_masks(to, force))
+    written = 0
+    asked = _WithoutMasks(source, model.task.fields["y"])
+    for indices, predictions in predict_samples(rank.config, model.learner, asked, rank.communicator, rank.heartbeat):
+        for index, classes in zip(indices.tolist(), predictions.outputs.argmax(1), strict=True):
+            _write(folder / files[index], classes)
+            written += 1
+    return sum(rank.communicator.allgather(np.array([written]), "predict.masks").tolist())
+
+
+def _write(path: Path, classes: np.ndarray) -> None:
+    """(H, W): 8 bits with a palette, of more than 256 classes 16 bits."""
+    import PIL.Image
+
+    if classes.max(initial=0) < 256:
+        image = PIL.Image.frombytes("P", classes.shape[::-1], classes.astype(np.uint8).tobytes())
+        image.putpalette(_palette())
+    else:
+        image = PIL.Image.fromarray(classes.astype(np.uint16))
+    unfinished = path.with_suffix(".png.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(unfinished, "PNG")
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}", _WHERE, "a folder that can be written and has room") from None
+
+
+def _palette() -> list[int]:
+    """Red, green and blue of 256 classes: the bits of a number are dealt to the three, as in the PASCAL VOC set."""
+    colours = np.zeros((256, 3), np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= (((np.arange(256) >> (3 * bit + channel)) & 1) << (7 - bit)).astype(np.uint8)
+    found: list[int] = colours.ravel().tolist()
+    return found
