@@ -204,6 +204,10 @@ class ModelConfig(OpenSection):
         description="pretrained weights that a new job begins with: model.safetensors, model.pt, a run folder, or a folder with "
         "model.safetensors",
     )
+    download: bool = Field(
+        default=False,
+        description="whether a model's own code may download weights through torch.hub, as torchvision's does (framework=torch)",
+    )
     freeze: list[str] = Field(
         default_factory=list,
         description="weights that are not trained, and norms whose running statistics stay: names, with * for any characters: "

@@ -39,6 +39,7 @@ NOT_TORCH: dict[str, Supported] = {
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
     "model.classifier_std": Supported((None,), 0.01),
+    "model.download": Supported((False,), True),
     "model.freeze": Supported(([],), ["*.bias"]),
     "model.lora": Supported(([],), ["fc*"]),
     "model.thaw": Supported(([],), '[{"at":1,"names":["*.bias"]}]'),

@@ -364,3 +364,23 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsy
 def test_a_mean_that_does_not_fit(words: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=what):
         hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": "linear"}, *words.split())
+
+
+def downloads(url: str) -> torch.nn.Module:
+    """A model whose code takes its weights from somewhere, as torchvision's models do."""
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    net.load_state_dict(torch.hub.load_state_dict_from_url(url, progress=False))
+    return net
+
+
+def test_a_model_downloads_nothing_unless_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    weights = {"1.weight": torch.randn(10, 64), "1.bias": torch.randn(10)}
+    torch.save(weights, tmp_path / "weights.pt")
+    words = ["model.name=test_pretrained:downloads", f"model.url={(tmp_path / 'weights.pt').as_uri()}", "optim.base_lr=0"]
+    with pytest.raises(UserError, match="downloads file:///.*weights.pt"):
+        hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words)
+    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, "model.download=true")
+    assert np.array_equal(run.weights["1.weight"], weights["1.weight"].numpy())
+    torch.hub.download_url_to_file(words[1].partition("=")[2], str(tmp_path / "copy.pt"), progress=False)
+    assert (tmp_path / "copy.pt").stat().st_size == (tmp_path / "weights.pt").stat().st_size

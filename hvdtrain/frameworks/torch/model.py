@@ -6,8 +6,9 @@ import contextlib
 import copy
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, Literal, Protocol
 
 import torch
@@ -205,7 +206,8 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
     set_number_type(config)
-    model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
+    with _downloads(config):
+        model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
@@ -213,6 +215,30 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
     return model
+
+
+_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)  # of the job whose model is built
+_download = torch.hub.download_url_to_file
+
+
+def _download_or_refuse(url: str, *arguments: Any, **options: Any) -> None:
+    """torch.hub's function; raises UserError where a job builds its model without model.download."""
+    config = _WITHOUT_DOWNLOADS.get()
+    if config is not None:
+        what = f"{config.model.name} downloads {short(url)}"
+        raise UserError(what, config.where("model.name"), "model.weights=FILE, and no weights in its own options; or model.download=true")
+    _download(url, *arguments, **options)
+
+
+@contextlib.contextmanager
+def _downloads(config: Config) -> Iterator[None]:
+    """Inside, torch.hub downloads nothing, unless model.download says that it may."""
+    torch.hub.download_url_to_file = _download_or_refuse
+    token = _WITHOUT_DOWNLOADS.set(None if config.model.download else config)
+    try:
+        yield
+    finally:
+        _WITHOUT_DOWNLOADS.reset(token)
 
 
 def checked_model(config: Config, task: Task) -> torch.nn.Module:
