@@ -95,7 +95,7 @@ def start_or_resume(
     run, point, notes, goes_on, is_over, has_state = long_on_rank_0(communicator, find, heartbeat.go_on)
     if learner.first_samples and not has_state:
         heartbeat.beat("computing the first weights, begin_with()", 0, 0)
-        on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner))
+        on_rank_0(communicator, lambda: begin_with_samples(config, datasets, learner))
         heartbeat.beat("broadcasting the first weights", 0, 0)
     digest = broadcast_state(communicator, learner, restored, on_array=heartbeat.go_on)
     if config.model.weights is not None and not has_state:
@@ -133,7 +133,7 @@ def begin(config: Config, datasets: Datasets) -> TrainState:
     )
 
 
-def _begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
+def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
     """Gives the model samples of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
     train = datasets.train
     batch = train.read(evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ranks import mpirun, needs_mpirun
 
+import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.cli.bench.lr_find import propose, smooth
 
@@ -60,8 +61,20 @@ def test_the_proposal() -> None:
         (["--from", "no"], "'no' is no learning rate"),
         (["--steps", "5"], "--steps 5 are too few for a curve"),
         (["model.name=convnt"], "unknown name"),
+        (["servers.count=1"], "which servers.count=1 does not"),
+        (["comm.local_steps=4"], "which comm.local_steps=4 does not"),
     ],
 )
 def test_what_is_refused(words: list[str], what: str, capsys: Any) -> None:
     assert main(["lr-find", *words]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_it_begins_with_the_weights_that_a_job_would(capsys: Any, tmp_path: Path) -> None:
+    """Pretrained ones: at a rate that changes nothing the loss is that of the run that they come from."""
+    run = hvdtrain.train({"run": str(tmp_path / "run"), "epochs": 3}, "model.name=linear", "batch.size=90", "optim.base_lr=0.1")
+    capsys.readouterr()
+    words = ["--from", "1e-9", "--to", "1e-8", "--steps", "20", "--json", "-"]
+    assert main(["lr-find", "model.name=linear", "batch.size=90", f"model.weights={run.folder}", *words]) == 0
+    out, err = capsys.readouterr()
+    assert sum(json.loads(out)["losses"]) / 20 < 0.3 and "arrays are loaded" in err

@@ -12,15 +12,19 @@ from hvdtrain.cli.bench.trainer import Trainer, run_on_ranks
 from hvdtrain.cli.options import CommandParser, two_or_more
 from hvdtrain.cli.output import STANDARD_OUTPUT, align, print_result, with_json_value
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.on_all_ranks import allreduce_sums
+from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.features.job_feature import as_set, value_of
 from hvdtrain.recipe.clock import base_batch
 from hvdtrain.recipe.recipe import scaling
 from hvdtrain.report.figures.commands import draw_rates
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.pretrained import load_pretrained
+from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.start import begin_with_samples
 
 USAGE = """\
 hvdtrain lr-find [--from 1e-6] [--to 10] [--steps 100] [--png FILE] [--json [FILE]] [--config FILE] [key=value ...]
@@ -73,6 +77,10 @@ def lr_find(arguments: Sequence[str]) -> int:
     if options.steps < 2 * _LEAST:
         raise UserError(f"--steps {options.steps} are too few for a curve", parser.where, "--steps 100")
     config = configure(options.config, overrides)
+    for key, usual in (("servers.count", 0), ("comm.local_steps", 1)):
+        if value_of(config, key) != usual:
+            what = f"lr-find makes one step of all ranks after the other, which {as_set(config, key)} does not"
+            raise UserError(what, config.where(key), f"{key}={usual}")
     config = config.replace(recipe=_plain(config.recipe), optim=config.optim.replace(base_lr=options.most))
 
     def work(communicator: Communicator, engine_reason: str) -> None:
@@ -102,6 +110,8 @@ def _plain(recipe: RecipeConfig) -> RecipeConfig:
 def measure(config: Config, communicator: Communicator, signals: Signals, least: float, steps: int) -> list[Point]:
     """The loss at each rate from `least` to optim.base_lr, the same on every rank. A collective."""
     trainer = Trainer(config, communicator, signals)
+    for line in _begin(trainer, communicator):
+        print(f"lr-find: {line.strip()}", file=sys.stderr, flush=True)
     job, progress = trainer.job, trainer.now.progress
     scale = scaling(config.recipe.scale, job.config.batch.size, base_batch(job.config))
     rates, losses, recent = list[float](), list[float](), list[float]()
@@ -121,6 +131,18 @@ def measure(config: Config, communicator: Communicator, signals: Signals, least:
             print(f"lr-find: step {number + 1} of {steps}, rate {rate:.3g}, loss {loss:.4g}", file=sys.stderr, flush=True)
     trainer.prefetcher.close()
     return smooth(rates, losses)
+
+
+def _begin(trainer: Trainer, communicator: Communicator) -> list[str]:
+    """Gives the model a job's first weights: of samples, or pretrained ones. Lines for the user, on rank 0. A collective."""
+    job, datasets, learner = trainer.job, trainer.datasets, trainer.job.learner
+    if learner.first_samples:
+        on_rank_0(communicator, lambda: begin_with_samples(job.config, datasets, learner))
+        broadcast_state(communicator, learner, None)
+    if job.config.model.weights is None:
+        return []
+    lines = load_pretrained(job.config, communicator, learner, lambda: None).lines
+    return lines if communicator.rank == 0 else []
 
 
 def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[Point]:

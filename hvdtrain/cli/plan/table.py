@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import decay
-from hvdtrain.optim.around import Scaled, without_average
+from hvdtrain.optim.around import Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.classification import Classification
@@ -183,6 +183,7 @@ def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
         return found
     for name, shape in plan.shapes.items():
         rule = without_average(plan.rule.of_parameter(name, shape, False))
+        rule = rule.rule if isinstance(rule, Thawed) else rule
         if isinstance(rule, Scaled):
             found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
     return found
