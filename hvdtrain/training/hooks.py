@@ -6,12 +6,10 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import load_dotted, of_python
@@ -22,6 +20,7 @@ from hvdtrain.core.metrics import Sums, host_value, scalar
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import TrainState
 
 MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
@@ -62,8 +61,9 @@ class Hook:
 class Training:
     """What a hook sees of the job on this rank."""
 
-    def __init__(self, config: Config, communicator: Communicator, learner: Learner, run: Path | None, taken: Collection[str]) -> None:
-        self._communicator, self._learner, self._taken = communicator, learner, taken
+    def __init__(self, config: Config, communicator: Communicator, learner: Learner, run: Path | None, task: Task) -> None:
+        self._communicator, self._learner, self._taken = communicator, learner, trainers_names(task)
+        self._metric = next(metric for metric in task.metrics if metric.name == "loss")
         self.config, self.run = config, run  # the configuration, and the run folder as rank 0 knows it
         self.step, self.epochs = 0, 0.0  # done
         self.called = ""  # the hook that is called
@@ -89,9 +89,10 @@ class Training:
 
     @property
     def loss(self) -> float:
-        """This rank's mean loss over the samples of the last step, NaN without samples. The host waits for the device."""
-        count = float(self._sums.get("count", 0))
-        return float(np.sum(host_value(self._sums["loss"]))) / count if count else math.nan
+        """This rank's loss in the last step, of its samples, tokens or pixels; NaN without any. The host waits for the device."""
+        if not self._sums.get("count"):
+            return math.nan
+        return self._metric.of({name: host_value(value) for name, value in self._sums.items()})
 
     def weights(self) -> Arrays:
         """Weights and buffers, by the names of the model's state dict. A collective: in a hook that every rank has."""
@@ -133,6 +134,11 @@ class Training:
         """name -> (values added up, how many) since the last time. The host waits for the device."""
         logged, self._logged = self._logged, {}
         return {name: (float(total), count) for name, (total, count) in logged.items()}
+
+
+def trainers_names(task: Task) -> set[str]:
+    """What no hook logs: fields of events that the trainer has, beside which trackers show a hook's."""
+    return {*(metric.name for metric in task.metrics), "lr", "batch", "epochs", "samples_per_s", "tokens_per_s"}
 
 
 class Hooks:

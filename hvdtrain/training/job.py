@@ -125,17 +125,12 @@ def make_job(
         samples=SampleSeries(
             config, datasets.task, datasets.val, communicator, learner, heartbeat, health, log, run=run, open_run=open_run
         ),
-        hooks=Hooks(hooks, Training(config, communicator, learner, run, trainers_names(datasets.task)), communicator),
+        hooks=Hooks(hooks, Training(config, communicator, learner, run, datasets.task), communicator),
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         memory=memory,
         memory_copy=None,
         clock=clock_from(start.seconds),
     )
-
-
-def trainers_names(task: Task) -> set[str]:
-    """What no hook logs: the fields of events that the trainer has, and trackers show beside a hook's."""
-    return {*(metric.name for metric in task.metrics), "lr", "batch", "epochs", "samples_per_s", "tokens_per_s"}
 
 
 def make_health(

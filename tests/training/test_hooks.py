@@ -59,6 +59,18 @@ def test_events_have_the_means_of_what_hooks_log(straight: tuple[Path, Recorder]
     assert "logged.weight" in hvdtrain.read(run).columns
 
 
+class LogsLoss(hvdtrain.Hook):
+    def after_step(self, training: Any) -> None:
+        training.log(own_loss=training.loss)
+
+
+def test_the_loss_of_tokens_is_a_mean_over_tokens(tmp_path: Path) -> None:
+    words = "data.name=image_tokens data.colours=4 data.side=4 task.name=language model.name=gpt model.layers=1 model.heads=1 model.width=8"
+    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 3, "log.every_steps": 1}, *words.split(), hooks=[LogsLoss()])
+    steps = events(run.folder, "step")
+    assert len(steps) == 3 and all(math.isclose(event["logged"]["own_loss"], event["loss"], rel_tol=1e-6) for event in steps)
+
+
 def test_hooks_change_nothing_of_the_training(straight: tuple[Path, Recorder], tmp_path: Path) -> None:
     train(tmp_path / "without", hooks=[])
     ours, theirs = ([event["loss"] for event in events(run, "step")] for run in (straight[0], tmp_path / "without"))
