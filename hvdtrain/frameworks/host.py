@@ -30,6 +30,7 @@ class HostModel(Protocol):
     title: str  # for people: what it is, and with what it computes
     notes: list[str]  # lines for the header
     weights: Mapping[str, np.ndarray]  # at first: what training begins with
+    module: Any  # as its framework knows it; None where it has no such object
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
         """What it is called with, (n, ...), of the fields of a batch."""
@@ -128,6 +129,10 @@ class HostLearner(Learner):
             self._update(mean, hyper, seed)
         enter("")
         return total | {"nonfinite": bad / self.communicator.size}
+
+    @property
+    def module(self) -> Any:
+        return self.model.module
 
     def sync_buffers(self, communicator: Communicator) -> None:
         buffers = self.model.buffers()

@@ -282,6 +282,7 @@ class Model:
     def __init__(self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         """Raises UserError where the model fails for inputs of the task, or gives something else than the task needs."""
         self.model, self._dtype = model, dtype
+        self.module = model
         self.notes: list[str] = []
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()
         transform = transform_of(task)

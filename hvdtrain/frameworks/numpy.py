@@ -21,6 +21,7 @@ class Linear:
 
     def __init__(self, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         self.notes: list[str] = []
+        self.module = None
         self.title = f"linear, %, numpy {dtype} on the CPU"
         self.weights: Mapping[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()}
         self._part: NumpyPart = part_of(task, "numpy", config, Place(dtype))

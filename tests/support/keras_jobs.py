@@ -178,7 +178,34 @@ def check_what_is_refused(folder: Path) -> None:
             raise AssertionError(f"{words} runs")
 
 
-CHECKS: list[Callable[[Path], None]] = [check_names, check_skipped_step, check_resumed_bits, check_object_and_file, check_what_is_refused]
+class KeepsNorm(hvdtrain.Hook):
+    """The norm of all weights of the model that it sees, after each step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def after_step(self, training: Any) -> None:
+        import keras
+
+        arrays = [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in training.model.trainable_variables]
+        self.norms.append(float(sum((array.astype(np.float64) ** 2).sum() for array in arrays)))
+
+
+def check_a_hook_sees_the_model(folder: Path) -> None:
+    hook = KeepsNorm()
+    run = train(folder / "run", "stop.steps=4", model=normed((8, 8, 1), 10), hooks=[hook])
+    trained = sum((array.astype(np.float64) ** 2).sum() for name, array in run.weights.items() if "moving" not in name)
+    assert len(set(hook.norms)) == 4 and abs(hook.norms[-1] - trained) <= 1e-9 * trained, (hook.norms, trained)
+
+
+CHECKS: list[Callable[[Path], None]] = [
+    check_a_hook_sees_the_model,
+    check_names,
+    check_skipped_step,
+    check_resumed_bits,
+    check_object_and_file,
+    check_what_is_refused,
+]
 
 
 def main(out: str, folder: str) -> None:
