@@ -90,6 +90,7 @@ _OWNERS = {  # key -> what it belongs to, and the value without which it says no
     "parallel.sequence": ("parallel.tensor", 1),
     "parallel.dense_updates": ("parallel.dense", "none"),
     **{f"parallel.{name}": ("parallel.pipeline", 1) for name in ("schedule", "virtual", "micro_batches", "balance")},
+    **{f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")},
 }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.schema import DataConfig
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, other_than, value_of
 
 READERS = JobFeature(
     key="data.readers",
@@ -31,7 +32,14 @@ def _partition_by_blocks(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("data.sampling"), "data.sampling=global, or data.shuffle=full")
 
 
+def _blocks_alone(job: PlannedJob) -> Iterator[UserError]:
+    for key, usual in (("data.shuffle_block", None), ("data.shuffle_window", DataConfig.model_fields["shuffle_window"].default)):
+        if job.config.data.shuffle != "blocks" and value_of(job.config, key) != usual:
+            yield UserError(f"{key} needs data.shuffle=blocks", job.where(key), f"data.shuffle=blocks, or leave {key} out")
+
+
 BLOCKS = JobFeature(key="data.shuffle", on=lambda config: config.data.shuffle == "blocks", rules=(_partition_by_blocks,))
+BLOCK_KEYS = JobFeature(key="data.shuffle", on=always, rules=(_blocks_alone,))
 
 
 CROP = JobFeature(

@@ -74,6 +74,7 @@ FEATURES: tuple[JobFeature, ...] = (
     log.SAMPLES,
     data.READERS,
     data.BLOCKS,
+    data.BLOCK_KEYS,
     data.CROP,
     optim.EMA,
     data.VIEWS,

@@ -33,6 +33,13 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("log.noise_scale"), "shard.stage=1, or log.noise_scale=false")
 
 
+def _computes_every_block_again(job: PlannedJob) -> Iterator[UserError]:
+    config = job.config
+    if config.framework == "jax" and config.shard.stage == 3 and isinstance(config.model.recompute, int):
+        what = f"shard.stage=3 in JAX computes every block again, so model.recompute={config.model.recompute} has no effect"
+        yield UserError(what, job.where("model.recompute"), "model.recompute=all or none")
+
+
 WITHOUT = (
     Exclusion(
         "shard.group",
@@ -95,5 +102,5 @@ SHARDS = JobFeature(
         ),
         *not_on_horovod(_cuts_weights, "shard.stage=3"),
     ),
-    rules=(_makes_process_groups, _keeps_own_gradients),
+    rules=(_makes_process_groups, _keeps_own_gradients, _computes_every_block_again),
 )

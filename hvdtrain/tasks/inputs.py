@@ -39,6 +39,11 @@ class WithStats:
         return len(self._source)
 
 
+def without_stats(source: Source) -> Source:
+    """The source that WithStats() wraps."""
+    return source._source if isinstance(source, WithStats) else source
+
+
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
     """The source with data.mean and data.std, where they are set; standardize: task.standardize. Raises UserError where they do not fit."""
     mean, std = config.mean, config.std

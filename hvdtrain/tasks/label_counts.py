@@ -34,9 +34,9 @@ class LossForm(NamedTuple):
 
 
 def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
-    """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are larger than that of the class."""
+    """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are larger than its, or no number."""
     found = {"right": logits.argmax(1) == labels}
     if top_k is None:
         return found
     of_class = logits[np.arange(len(labels)), labels][:, None]
-    return found | {"among_top": (logits > of_class).sum(1) < top_k}
+    return found | {"among_top": (~(logits <= of_class)).sum(1) < top_k}

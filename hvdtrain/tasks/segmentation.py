@@ -14,7 +14,7 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
+from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
 from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
@@ -184,7 +184,8 @@ def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) ->
         return declared
     largest = -1
     for source in sources:
-        whole = source.source if isinstance(source, Subset) else source
+        own = without_stats(source)
+        whole = own.source if isinstance(own, Subset) else own
         arrays = arrays_in_memory(whole)
         if arrays is None:
             what = "the number of classes is not known: masks are read sample by sample"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from jax_devices_on_ranks import JOBS, TWO
@@ -12,6 +15,7 @@ from same_curve import check_same
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.build import pick_devices
 from hvdtrain.frameworks.jax.learner import rows_for
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
@@ -53,3 +57,17 @@ def test_devices_that_are_not_there_are_refused() -> None:
         build_learner(configure(None, ["framework=jax", "model.name=linear", "speed.devices=64"]), task, SingleProcessCommunicator())
     assert caught.value.what.startswith("local rank 0 takes devices 0 to 63 of JAX, which has ")
     assert caught.value.where.startswith("speed.devices") and "--xla_force_host_platform_device_count=N" in caught.value.fix
+
+
+def test_ranks_share_no_device_of_a_gpu_host() -> None:
+    """Four devices: two ranks with two each; a third finds none, unless each rank sees its own alone."""
+
+    def of(local_rank: int, count: int) -> list[int]:
+        devices = [SimpleNamespace(id=number, platform="gpu") for number in range(count)]
+        jax = SimpleNamespace(local_devices=lambda backend=None: devices)
+        ranks: Any = SimpleNamespace(local_rank=local_rank)
+        return [device.id for device in pick_devices(jax, configure(None, ["framework=jax", "speed.devices=2"]), ranks)]
+
+    assert of(0, 4) == [0, 1] and of(1, 4) == [2, 3] and of(5, 2) == [0, 1]
+    with pytest.raises(UserError, match="local rank 2 takes devices 4 to 5 of JAX, which has 4 here"):
+        of(2, 4)

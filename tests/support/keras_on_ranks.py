@@ -342,6 +342,8 @@ def errors_say_what_to_do() -> str:
     scaled = keras.optimizers.LossScaleOptimizer(SGD(0.1))
     refused("ranks would leave out different steps", lambda: local(scaled, local_layers=net.layers[0]))
     refused("a local variable is a builtins.int", lambda: hvd.DistributedOptimizer(SGD(0.1)).register_local_var(1))
+    clipped = hvd.DistributedOptimizer(SGD(0.1, global_clipnorm=1.0))
+    refused("local layers with global_clipnorm", lambda: clipped.register_local_var(keras.Variable(1.0)))
     refused("a local variable is a builtins.int", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1]))
     refused("does not support fused=True.*\n  fix: the call without it", lambda: hvd.SyncBatchNormalization(fused=True))
     refused("synchronized=True is tf.distribute's", lambda: hvd.SyncBatchNormalization(synchronized=True))

@@ -186,7 +186,9 @@ class TextColumns:
         return found[(slice(None), *box.slices)]
 
     def _parsed(self, lines: str, rows: int) -> np.ndarray | None:
-        """Numbers (rows, columns); None where a line is not as it has to be."""
+        """Numbers (rows, columns); None where a line is not as it has to be: loadtxt() would take one with more columns."""
+        if '"' in lines or any(line.count(self.table.delimiter) != len(self.table.header) - 1 for line in lines.splitlines()):
+            return None
         try:
             found = np.loadtxt(
                 io.StringIO(lines), self.dtype, comments=None, delimiter=self.table.delimiter, usecols=self.places, quotechar='"', ndmin=2

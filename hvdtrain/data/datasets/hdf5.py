@@ -263,17 +263,23 @@ class ThroughLibrary:
     def decode(self, block: int, box: Box) -> np.ndarray:
         with Hdf5File(self.file)._dataset(self.name) as dataset:
             raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
-            return _values_of(raw, dict(dataset.attrs), self.dtype)
+            return _values_of(raw, dict(dataset.attrs), self.dtype, f"{self.name} of {self.file.path}")
 
 
-def _values_of(raw: np.ndarray, attributes: dict[str, Any], dtype: np.dtype[Any]) -> np.ndarray:
-    """Numbers by netCDF's conventions (CF 1.11, 2.5.1 and 8.1): missing ones NaN, all others raw * scale_factor + add_offset."""
+def _values_of(raw: np.ndarray, attributes: dict[str, Any], dtype: np.dtype[Any], where: str) -> np.ndarray:
+    """Numbers by netCDF's conventions (CF 1.11, 2.5.1 and 8.1): missing ones NaN, all others raw * scale_factor + add_offset.
+
+    Raises UserError where integers have missing ones, which would be trained on as numbers.
+    """
     missing = [attributes[word] for word in _PACKING[2:] if word in attributes]
     absent = np.isin(raw, np.concatenate([np.ravel(one) for one in missing])) if missing else None
     found = raw.astype(dtype)
     for word, operate in (("scale_factor", np.multiply), ("add_offset", np.add)):
         if word in attributes:
             found = operate(found, dtype.type(np.ravel(attributes[word])[0]))
-    if absent is not None and absent.any() and dtype.kind == "f":
+    if absent is not None and absent.any():
+        if dtype.kind != "f":
+            what = f"{int(absent.sum()):,} numbers are missing (_FillValue or missing_value), and integers have no NaN"
+            raise UserError(what, where, "write it as floats; or without the attribute, where task.ignore_label=N is meant")
         found[absent] = np.nan
     return found

@@ -52,9 +52,9 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
     samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", files, paths, fields, wanted)
-    source = StoredSource(samples, tuple(_notes(samples)))
-    if not len(source):
+    if not samples.parts:
         raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
+    source = StoredSource(samples, tuple(_notes(samples)))
     checked = images_of(source) or CheckedSource(source, samples.name)
     if wanted.split_by is not None:
         return subset(checked, _of_split(files, paths, wanted, split))
@@ -192,9 +192,15 @@ def _of_split(files: list[StoredFile], paths: list[Path], wanted: Wanted, split:
     assert wanted.split_by is not None
     values = np.concatenate([file.values(wanted.split_by) for file in files])
     if wanted.split_val is not None:
-        known = [value for value in values.tolist() if value in wanted.split_val]
+        known = np.unique(values)
+        absent = [value for value in wanted.split_val if value not in known.tolist()]
+        if absent:
+            what = (
+                f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values {', '.join(map(str, known[:12].tolist()))}"
+            )
+            raise UserError(what, "data.split_val", "values of that column")
         mask = np.isin(values, np.array(wanted.split_val, values.dtype) if values.dtype.kind in "iufb" else wanted.split_val)
-        chosen = np.flatnonzero(mask == (split == "val")) if known else np.empty(0, np.int64)
+        chosen = np.flatnonzero(mask == (split == "val"))
     elif values.dtype.kind == "U":
         chosen = np.flatnonzero(np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE))
     else:

@@ -186,7 +186,7 @@ class StoredSource:
 
         def read(rows: np.ndarray) -> np.ndarray:
             found = self.read_field(name, rows if indices is None else indices[rows])
-            check_numbers(name, found, self.fields[name], self.where, rows)
+            check_numbers(name, found, self.fields[name], self.where, rows if indices is None else indices[rows])
             return found
 
         def compute() -> np.ndarray:

@@ -79,7 +79,8 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
     if wanted == 1:
         return [first]
     devices = jax.local_devices(backend=first.platform)
-    start = 0 if first.platform == "cpu" else communicator.local_rank * wanted % len(devices)
+    sees_its_own = first.platform == "cpu" or len(devices) == wanted  # by CUDA_VISIBLE_DEVICES of each rank
+    start = 0 if sees_its_own else communicator.local_rank * wanted
     if start + wanted > len(devices):
         what = f"local rank {communicator.local_rank} takes devices {start} to {start + wanted - 1} of JAX, which has {len(devices)} here"
         fix = "fewer, or fewer ranks on this host; of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment"

@@ -146,6 +146,11 @@ class Reducing:
         if not isinstance(var, keras.Variable):
             what = f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a variable of Keras"
             raise BadCall(what, _WHERE, "one of model.trainable_variables")
+        if getattr(self, "global_clipnorm", None):
+            what = (
+                "local layers with global_clipnorm: its norm has their gradients in it, and ranks would scale the common ones differently"
+            )
+            raise BadCall(what, _WHERE, "clipnorm= or clipvalue=, of each variable by itself")
         self._reduction.local.add(id(var))
 
     @as_written

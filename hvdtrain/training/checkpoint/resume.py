@@ -175,6 +175,8 @@ def _first_good(
 def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError where a checkpoint is of another data set or another shuffle."""
     theirs, ours = flat(found.identity), flat(identity)
+    if "data.shuffle" in theirs:  # of blocks: a full shuffle of most sets has no name
+        ours = {"data.shuffle": None, **ours}
     if all(theirs.get(name) == value for name, value in ours.items() if name not in _OF_INPUTS):
         _check_inputs(found, theirs, ours)
     for name, value in ours.items():
