@@ -104,7 +104,11 @@ def command(argv: Sequence[str], env: dict[str, str]) -> list[str]:
 def forks() -> dict[int, int]:
     """{fork: client}, both as numbers of processes, of the forks that run."""
     folder = Path(os.environ.get(ADDRESS, "/nowhere")).parent / FORKS
-    return {int(os.readlink(link)): int(link.name) for link in folder.iterdir()} if folder.is_dir() else {}
+    found = {}
+    for link in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # this one has ended, and its link is gone, since the folder was read
+            found[int(os.readlink(link))] = int(link.name)
+    return found
 
 
 class Request(NamedTuple):
