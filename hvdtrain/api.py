@@ -117,14 +117,16 @@ def train(
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
     metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
     objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
-    optimizer: a class of torch.optim or function of optax, a name as optim.name has; or a transformation of optax, which has a rate of
-        its own: the recipe multiplies it, by 1 where nothing sets optim.base_lr
+    optimizer: a class of torch.optim or function of optax, a name as optim.name has; or a transformation of optax, or a function of
+        torch's named parameters, a list of (name, parameter), that makes a torch optimizer: these have rates of their own, which the
+        recipe multiplies, by 1 where nothing sets optim.base_lr
     schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after recipe.warmup
     hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE, name_of_object
     from hvdtrain.data.worker_pool import end_script_of_worker
+    from hvdtrain.frameworks.by_name import makes_groups
     from hvdtrain.training.failure import report_user_errors
     from hvdtrain.training.given import given_hooks, given_optimizer, given_schedule
     from hvdtrain.training.run_rank import run_rank
@@ -137,7 +139,7 @@ def train(
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
         of_job = given | ({"hooks": given_hooks(hooks)} if hooks else {}) | ({"recipe": given_schedule(schedule)} if schedule else {})
         names += [f"recipe.function={name_of_object(schedule)}"] if schedule else []
-        if optimizer is not None and not isinstance(optimizer, str) and not _has_path(optimizer):
+        if optimizer is not None and not isinstance(optimizer, str) and (makes_groups(optimizer) or not _has_path(optimizer)):
             of_job["optim"] = given_optimizer(optimizer)
             names.append(f"optim.name={of_job['optim'].name}")
         elif optimizer is not None:

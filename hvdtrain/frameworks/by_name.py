@@ -49,6 +49,16 @@ def is_made_with_the_model(config: Config) -> bool:
     return plugins.is_dotted(config.optim.name) and not config.optim.name.startswith(others)
 
 
+def makes_groups(optimizer: Any) -> bool:
+    """Whether it is a function of `named`, the parameters by name, which makes an optimizer of torch with groups of its own."""
+    if inspect.isclass(optimizer) or not callable(optimizer):
+        return False
+    try:
+        return next(iter(inspect.signature(optimizer).parameters), "") == "named"
+    except ValueError:  # one written in C
+        return False
+
+
 def build_rule(config: Config) -> Rule:
     """The rule, with the options of `optim`, for its groups, and with averages.
 
@@ -139,10 +149,12 @@ def momentum(config: Config) -> float:
 
 
 def decay(config: Config) -> float | None:
-    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where the class has no decay."""
+    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where it has none, or makes groups."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay
     constructor = plugins.own_function(config.optim)
+    if makes_groups(constructor):
+        return None
     try:
         found = inspect.signature(constructor).parameters["weight_decay"].default
     except (TypeError, ValueError, KeyError):

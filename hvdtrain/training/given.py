@@ -10,6 +10,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT, Given, name_of_object
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
 from hvdtrain.tasks.user_tasks import OwnLoss, examples_of, measured, own_loss
@@ -81,7 +82,8 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
 
 
 def given_optimizer(optimizer: Any) -> Given:
-    """A transformation of gradients as optax has them, whose rate is its own, or a function without a name that makes one.
+    """A transformation of gradients as optax has them, or a function of torch's named parameters, both with rates of their own; or a
+    function without a name, which makes an optimizer of the recipe's rate.
 
     Raises UserError for all else.
     """
@@ -89,10 +91,13 @@ def given_optimizer(optimizer: Any) -> Given:
     if callable(init) and callable(update):
         objects = {"optimizer, init": init, "optimizer, update": update}
         return Given(name_of_object(optimizer), lambda: optimizer, objects, framework="jax", unset={"base_lr": 1.0})
+    if makes_groups(optimizer):
+        return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer}, framework="torch", unset={"base_lr": 1.0})
     if callable(optimizer):
         return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer})
     what = f"optimizer is a {type(optimizer).__name__}"
-    fix = "a class of torch.optim, which gets the parameters of the model and optim.*; a transformation of optax, or its function"
+    fix = "a class of torch.optim, which gets the parameters of the model and optim.*; lambda named: torch.optim.AdamW([...], lr=...); a "
+    fix += "transformation of optax, or its function"
     raise UserError(what, "hvdtrain.train(), optimizer", fix)
 
 

@@ -11,10 +11,12 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import Cuda
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Layout
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.by_name import is_made_with_the_model, makes_groups
 from hvdtrain.frameworks.footprint import Footprint, LayerSummary, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
@@ -79,7 +81,12 @@ def load_libraries(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
+    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the model.
+
+    A function that makes groups of a model's parameters is called by build() alone.
+    """
+    if is_made_with_the_model(config) and makes_groups(plugins.own_function(config.optim)):
+        return
     optimizer = make_optimizer(config, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
     if config.shard.stage or config.parallel.cuts:
         check_elementwise(optimizer, config.optim.name, config.where("optim.name"))

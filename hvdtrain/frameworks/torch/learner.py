@@ -24,7 +24,7 @@ from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model
+from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model, makes_groups
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, gather, global_weight
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
@@ -33,7 +33,7 @@ from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, TrainingModel,
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
+from hvdtrain.frameworks.torch.optim.user_optimizer import construct_groups, set_mode
 from hvdtrain.frameworks.torch.parallel.buffers import Buffers, copied_buffers
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
@@ -321,8 +321,11 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
 
 
 def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
-    """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
+    """The optimizer that optim.name means: one of our rules, a class of torch.optim, or what a function makes of the parameters."""
     name = config.optim.name
     if is_made_with_the_model(config):
-        return rule_optimizer.make_user_optimizer(plugins.own_function(config.optim), name, named, config)
+        constructor = plugins.own_function(config.optim)
+        if makes_groups(constructor):
+            return construct_groups(constructor, named, config)
+        return rule_optimizer.make_user_optimizer(constructor, name, named, config)
     return rule_optimizer.make_optimizer(build_rule(config), named, config.optim.exclude == "norms_and_biases")

@@ -249,6 +249,8 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
             value = 0.0 if key == "weight_decay" and group["excluded"] else getattr(hyper, key)
             if key == "step" and isinstance(group.get("rule"), Thawed):
                 value -= hyper.thaw[group["rule"].entry]
+            if key == "lr" and "construction" in group:
+                value *= group["construction"].rate
             if key == "momentum" and "momentum" not in group:
                 group["betas"] = (value, *group["betas"][1:])
             else:

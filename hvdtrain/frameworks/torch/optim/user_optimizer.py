@@ -12,10 +12,12 @@ import torch
 
 from hvdtrain.config.plugins import fix_of_parameters
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 
 OWN_KEYS = {"params", "excluded", "follow", "construction"}  # of a user's parameter groups
 KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}  # a bool is an int: it comes first
+_IN_CONSTRUCTORS_OF_TORCH = {"initial_accumulator_value", "fused"}  # all other options its step() reads from the groups
 FIX = "give the optimizer and options that the checkpoint was made with"
 
 
@@ -26,6 +28,7 @@ class Construction(NamedTuple):
     arguments: dict[str, Any]  # of the constructor, but for the groups
     options: tuple[str, ...]  # the names of those arguments that only the constructor sees
     initial: dict[str, float]  # the group's numbers afterwards
+    rate: float = 1.0  # the group's own, which the recipe's multiplies
 
     @property
     def path(self) -> str:
@@ -40,11 +43,9 @@ def construct(
     signature = signature_of(constructor)
     if signature is None or not issubclass(constructor, torch.optim.Optimizer):  # type: ignore[arg-type]
         what = f"{name}{signature or '(...)'} is not a subclass of torch.optim.Optimizer"
-        raise UserError(what, where, "give one, as in optim.name=torch.optim.RMSprop; functions of optax are for framework=jax")
-    if any(argument.default is argument.empty for argument in list(inspect.signature(constructor.step).parameters.values())[1:]):  # type: ignore[attr-defined]
-        raise UserError(
-            f"{name} needs a closure that computes the loss again within a step", where, "give an optimizer of one gradient a step"
-        )
+        fix = "give one, as in optim.name=torch.optim.RMSprop, or a function make(named) of the named parameters that makes one"
+        raise UserError(what, where, f"{fix}; functions of optax are for framework=jax")
+    check_closure(constructor, name, where)
     if "lr" in config.optim.options:  # the recipe gives it in each step
         raise UserError(
             "the learning rate of a class of torch.optim is not optim.lr", config.where("optim.lr"), "did you mean optim.base_lr?"
@@ -59,6 +60,90 @@ def construct(
     for group in optimizer.param_groups:
         group["construction"] = construction._replace(initial=numbers(group))
     return optimizer
+
+
+def construct_groups(function: Callable[..., Any], named: list[tuple[str, torch.nn.Parameter]], config: Config) -> torch.optim.Optimizer:
+    """The optimizer that a function of the named parameters makes: rates, decay and momentum are those of its groups, and the recipe
+    multiplies the rates.
+
+    Raises UserError where it makes no optimizer of all of them.
+    """
+    where = config.where("optim.name")
+    _check_own_groups(config)
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(list(named), **config.optim.options)
+    except TypeError as error:
+        what = f"{config.optim.name}{signature} does not fit: {error}"
+        raise UserError(what, where, fix_of_parameters(config.optim, signature)) from error
+    optimizer = function(*bound.args, **bound.kwargs)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"{config.optim.name} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        raise UserError(what, where, 'def make(named): return torch.optim.AdamW([{"params": [...], "lr": 1e-3}, ...])')
+    check_closure(type(optimizer), config.optim.name, where)
+    _check_all_are_there(optimizer, named, where)
+    take(optimizer, ("lr",))
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            what = f"a {type(optimizer).__name__} has no lr for the recipe to multiply"
+            raise UserError(what, where, "an optimizer whose groups have lr")
+        group["construction"] = group["construction"]._replace(rate=float(group["lr"]))
+    if config.shard.stage:
+        check_elementwise(optimizer, config.optim.name, where)
+    return optimizer
+
+
+def _check_own_groups(config: Config) -> None:
+    """Raises UserError for keys that the groups themselves answer."""
+    if config.optim.origin("base_lr") == DEFAULT and config.optim.given is None:
+        what = f"{config.optim.name} makes groups with rates of their own, which optim.base_lr multiplies"
+        raise UserError(what, config.where("optim.name"), "optim.base_lr=1")
+    for key in ("weight_decay", "momentum", "exclude"):
+        if config.optim.origin(key) != DEFAULT:
+            what = f"{config.optim.name} makes groups with a {key} of their own: optim.{key} would be without effect"
+            raise UserError(what, config.where(f"optim.{key}"), f"leave optim.{key} out, and say it in the groups")
+    if config.recipe.cycle_momentum:
+        what = f"{config.optim.name} makes groups with a momentum of their own"
+        raise UserError(what, config.where("recipe.cycle_momentum"), "leave it out, or a class of torch.optim for optim.name")
+    for key in ("tensor", "pipeline"):
+        if getattr(config.parallel, key) > 1:
+            what = f"{config.optim.name} makes groups of a model's parameters, of which each rank would have its part alone"
+            raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out, or a class of torch.optim for optim.name")
+
+
+def _check_all_are_there(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]], where: str) -> None:
+    has = {p for group in optimizer.param_groups for p in group["params"]}
+    if left_out := [name for name, p in named if p not in has]:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        what = f"the optimizer lacks {left_out[0]}{more}, which would be trained"
+        raise UserError(what, where, "a group for all others; model.freeze=[...] for what is not to be trained")
+    if len(has) > len(named):
+        raise UserError("the optimizer has parameters that are not among those it was given", where, "those of `named` alone")
+
+
+def check_closure(kind: Any, name: str, where: str) -> None:
+    """Raises UserError for a class whose step() computes the loss again."""
+    if any(argument.default is argument.empty for argument in list(inspect.signature(kind.step).parameters.values())[1:]):
+        what = f"{name} needs a closure that computes the loss again within a step"
+        raise UserError(what, where, "give an optimizer of one gradient a step")
+
+
+def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
+    """Gives each parameter group of an optimizer that was made elsewhere what checkpoints and shard.stage need to know."""
+    signature = signature_of(type(optimizer))
+    known = signature.parameters if signature else {}
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
+    changed = [key for key, value in arguments.items() if key != "lr" and not _is_same(value, known[key].default)]
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    options = tuple(key for key in changed if key in _IN_CONSTRUCTORS_OF_TORCH or not is_of_torch)
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)  # of torch's own, where it was given pairs: parts of parameters have none
+        initial = numbers({key: value for key, value in group.items() if key != "params"})
+        group |= {"excluded": False, "follow": follow, "construction": Construction(type(optimizer), arguments, options, initial)}
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default))
 
 
 def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
@@ -86,11 +171,16 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
     """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one that the configuration sets."""
     has = {"lr": "lr" in group, "weight_decay": "weight_decay" in group, "momentum": not {"momentum", "betas"}.isdisjoint(group)}
-    asked = {"lr": True, "weight_decay": config.optim.decay > 0, "momentum": config.optim.momentum is not None}
+    asked = {
+        "lr": True,
+        "weight_decay": config.optim.decay > 0,
+        "momentum": config.optim.momentum is not None or config.recipe.cycle_momentum,
+    }
     for key, is_asked in asked.items():
         if is_asked and not has[key]:
-            where = config.where("optim.name" if key == "lr" else f"optim.{key}")
-            fix = "give another class" if key == "lr" else f"leave optim.{key} out, or give another class"
+            asking = f"optim.{key}" if key != "momentum" or config.optim.momentum is not None else "recipe.cycle_momentum"
+            where = config.where("optim.name" if key == "lr" else asking)
+            fix = "give another class" if key == "lr" else f"leave {asking} out, or give another class"
             raise UserError(f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}", where, fix)
     is_set = asked | {"weight_decay": config.optim.weight_decay is not None}
     return tuple(key for key in has if has[key] and is_set[key])

@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.forward import in_type
-from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, Construction, numbers, signature_of
+from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, take
 from hvdtrain.frameworks.torch.own_loop.script import WORDS
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import LossScale, Precision, Scale, pick_precision
@@ -91,12 +91,7 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         what = f"{type(optimizer).__name__} computes the loss several times in a step, and gradients are exchanged once for each batch"
         raise UserError(what, WHERE, "an optimizer whose step() needs no closure, as SGD or AdamW")
     _check_parameters(model, optimizer)
-    signature = signature_of(type(optimizer))
-    known = signature.parameters if signature else {}
-    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
-    for group in optimizer.param_groups:
-        initial = numbers({key: value for key, value in group.items() if key != "params"})
-        group |= {"excluded": False, "follow": (), "construction": Construction(type(optimizer), arguments, (), initial)}
+    take(optimizer, ())
 
 
 def without_own_keys(state: dict[str, Any]) -> dict[str, Any]:
