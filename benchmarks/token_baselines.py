@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    train, val, task = open_datasets(configure(options.config, options.overrides))
+    train, val, task, _ = open_datasets(configure(options.config, options.overrides))
     vocabulary = task.sizes["vocabulary"]
     is_image = codebook_of(train) is not None
     predicted = vocabulary - is_image

@@ -94,6 +94,7 @@ def train(
     model: Any = None,
     train_data: Any = None,
     val_data: Any = None,
+    sample_weights: Any = None,
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     objective: str | None = None,
@@ -113,6 +114,7 @@ def train(
         (with stop.restore_best the best one); its class, a function that makes it (parameters as those of model.name's), its import
         path; a pair (init, apply) of JAX, a module of flax, equinox or haiku, whose trained weights are in run.pytree
     train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
+    sample_weights: an array, a number for each sample of train_data, by which they are drawn; a text is data.sample_weights
     loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
     metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
@@ -128,7 +130,7 @@ def train(
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.frameworks.by_name import makes_groups
     from hvdtrain.training.failure import report_user_errors
-    from hvdtrain.training.given import given_hooks, given_optimizer, given_schedule
+    from hvdtrain.training.given import given_hooks, given_optimizer, given_schedule, given_weights
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()
@@ -137,6 +139,10 @@ def train(
         config_file, arguments = _file_and_arguments(config, arguments)
         given = _given(model, train_data, val_data, loss, metrics, objective)
         names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
+        if sample_weights is not None:
+            word, of_data = given_weights(sample_weights, given.get("data"))
+            given |= {} if of_data is None else {"data": of_data}
+            names.append(f"data.sample_weights={word}")
         of_job = given | ({"hooks": given_hooks(hooks)} if hooks else {}) | ({"recipe": given_schedule(schedule)} if schedule else {})
         names += [f"recipe.function={name_of_object(schedule)}"] if schedule else []
         if optimizer is not None and not isinstance(optimizer, str) and (makes_groups(optimizer) or not _has_path(optimizer)):

@@ -112,7 +112,7 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
 
 def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
     recipe = recipe_of(config, datasets)
-    return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner)
+    return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner, datasets.draws)
 
 
 def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:

@@ -66,6 +66,11 @@ class DataConfig(OpenSection):
         default=None, ge=1, le=2**40, description="samples of a block; default: those that the files have in a chunk or row group, else 256"
     )
     shuffle_window: int = Field(default=16, ge=1, le=2**20, description="blocks whose samples are shuffled among each other")
+    sample_weights: str | None = Field(
+        default=None,
+        description="draw samples with replacement, in proportion to a field of theirs, as `weight`; balanced: by the inverse frequency of "
+        "their class y; default: each sample once in an epoch",
+    )
     resident: bool | None = Field(
         default=None, description="keep the training set on the device; default: on a GPU with four times the room"
     )

@@ -1,14 +1,16 @@
 """Which samples a rank reads, as a pure function of the samples consumed.
 
 The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and holds sample
-order(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, divided among the ranks.
+order(seed, epoch, dataset)[p % dataset]; with weights it holds the sample that (seed, p) draws. A step reads the next `batch` positions,
+divided among the ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ class Positions(NamedTuple):
     """Positions of the stream: the sample at each position, and its epoch. Both arrays have the same length."""
 
     samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
-    epochs: np.ndarray  # int64 (n,), non-decreasing
+    epochs: np.ndarray  # int64 (n,), non-decreasing; of draws with replacement the position, so that each has random numbers of its own
 
     def part(self, low: int, high: int) -> Positions:
         return Positions(self.samples[low:high], self.epochs[low:high])
@@ -51,6 +53,40 @@ class BlockShuffle(NamedTuple):
     block: int  # samples, neighbours in the data set; the last block may have fewer
     window: int  # blocks, neighbours in the order of an epoch
 
+    def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
+        """Positions of the stream, those of one window and epoch by block."""
+        return _by_block(start, count, dataset, seed, self)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedDraws:
+    """Draws with replacement: each position holds sample i with probability weights[i] / sum(weights), whatever the others hold.
+
+    An epoch is as many draws as there are samples.
+    """
+
+    weights: np.ndarray  # (dataset,), finite, none negative, at least one above 0
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """float64 (dataset,): up to each sample, of weights whose largest is 1."""
+        return np.cumsum(self.weights / self.weights.max(), dtype=np.float64)
+
+    @cached_property
+    def _last(self) -> int:
+        return int(np.flatnonzero(self.weights)[-1])
+
+    def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
+        assert len(self.weights) == dataset, (len(self.weights), dataset)
+        positions = np.arange(start, start + count)
+        shares = (fold(seed, _DRAWS, positions.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+        samples = np.searchsorted(self._sums, shares * self._sums[-1], "right")
+        return Positions(np.minimum(samples, self._last).astype(np.int64, copy=False), positions)  # a product may round up to the sum
+
+
+Shuffle = BlockShuffle | WeightedDraws
+_DRAWS = 0x647261777321  # a stream of counters, apart from those of other random numbers
+
 
 def positions_of_rank(
     start: int,
@@ -60,26 +96,26 @@ def positions_of_rank(
     dataset: int,
     seed: int,
     sampling: Sampling = "global",
-    shuffle: BlockShuffle | None = None,
+    shuffle: Shuffle | None = None,
 ) -> Positions:
     """This rank's share of the positions [start, start + count) of the stream, as fresh arrays.
 
     Invariants, for either sampling:
     - the ranks together read each of the positions once, for any `size`;
-    - in the `dataset` positions of an epoch each sample is read once;
+    - in the `dataset` positions of an epoch each sample is read once, but for draws with replacement;
     - the result depends on the arguments alone, so a job can start at any position without reading earlier ones.
 
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
     "partition": rank r reads every position whose index in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
     the data set for any batch size; shares differ by at most 1 for each epoch that the positions touch.
-    shuffle: the positions of a window are divided by block, so that few blocks are read by two ranks; "global" only.
+    shuffle: "global" only; the positions of a window of BlockShuffle are divided by block, so that few blocks are read by two ranks.
     """
     assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
     assert sampling in ("global", "partition"), sampling
     if shuffle is not None:
         assert sampling == "global", sampling
         low, high = share_bounds(count, rank, size)
-        return _by_block(start, count, dataset, seed, shuffle).part(low, high)
+        return shuffle.positions(start, count, dataset, seed).part(low, high)
     stride = 1
     if sampling == "partition":
         stride = size
@@ -103,7 +139,7 @@ def parts_of_rank(
     dataset: int,
     seed: int,
     sampling: Sampling = "global",
-    shuffle: BlockShuffle | None = None,
+    shuffle: Shuffle | None = None,
 ) -> list[Positions]:
     """This rank's share of each of so many contiguous parts of the positions [start, start + count), the longer parts first.
 
@@ -120,7 +156,7 @@ def parts_of_rank(
             continue
         low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
         if shuffle is not None:
-            found.append(_by_block(start + first, last - first, dataset, seed, shuffle).part(low - first, high - first))
+            found.append(shuffle.positions(start + first, last - first, dataset, seed).part(low - first, high - first))
             continue
         found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hvdtrain.config.schema import DataConfig
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, other_than, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
 
 READERS = JobFeature(
     key="data.readers",
@@ -40,6 +40,25 @@ def _blocks_alone(job: PlannedJob) -> Iterator[UserError]:
 
 BLOCKS = JobFeature(key="data.shuffle", on=lambda config: config.data.shuffle == "blocks", rules=(_partition_by_blocks,))
 BLOCK_KEYS = JobFeature(key="data.shuffle", on=always, rules=(_blocks_alone,))
+
+
+def _not_by_weight(job: PlannedJob) -> Iterator[UserError]:
+    """What is of samples that each epoch has once, or takes neighbours together."""
+    config = job.config
+    refused = {
+        "data.shuffle": (config.data.shuffle == "blocks", "neighbours are read together, and draws are one by one"),
+        "data.sampling": (config.data.sampling == "partition", "samples are divided among the ranks, and a draw takes any of them"),
+        "augment.mixup": (config.augment.mixup > 0, "partners are drawn without weights"),
+        "augment.flip": (config.augment.flip == "alternating", "it is of epochs that have each sample once"),
+        "recipe.sample_noise": (config.recipe.sample_noise > 0, "each sample of a step has its noise once, and may be drawn twice"),
+    }
+    for key, (is_on, why) in refused.items():
+        if is_on:
+            what = f"{as_set(config, key)} does not go with data.sample_weights, which draws with replacement: {why}"
+            yield UserError(what, job.where(key), f"leave {key} out, or data.sample_weights")
+
+
+SAMPLE_WEIGHTS = JobFeature(key="data.sample_weights", on=lambda config: config.data.sample_weights is not None, rules=(_not_by_weight,))
 
 
 CROP = JobFeature(

@@ -75,6 +75,7 @@ FEATURES: tuple[JobFeature, ...] = (
     data.READERS,
     data.BLOCKS,
     data.BLOCK_KEYS,
+    data.SAMPLE_WEIGHTS,
     data.CROP,
     optim.EMA,
     data.VIEWS,

@@ -18,6 +18,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.config.yaml_reader import MOST_BYTES
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import FILE, MOST_FILE_BYTES, Codebook, TokenImages, UnencodedImages, from_json, to_json
 from hvdtrain.data.files.staging import stage_data
@@ -25,7 +26,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source
-from hvdtrain.data.sampler import BLOCKS_VERSION, evaluated_samples, shuffle_version
+from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.stored.statistics import Ranks
@@ -38,6 +39,7 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
 from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle
+from hvdtrain.training.sample_weights import checked_weights, read_weights
 
 # Task.facts() of images, by the name that a message gives them
 _FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
@@ -51,6 +53,7 @@ class Datasets(NamedTuple):
     train: Source
     val: Source
     task: Task
+    draws: WeightedDraws | None = None  # of data.sample_weights; None: a shuffle of each epoch
 
 
 def open_datasets(config: Config, communicator: Communicator | None = None) -> Datasets:
@@ -68,12 +71,27 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     build_recipe(config, len(train), task.sizes.get("context"))
     evaluated_part(config, val)
     moved = with_moved_masks(as_declared(train, task.fields), getattr(task, "masks", {}), config.augment)
-    return Datasets(moved, as_declared(val, task.fields), task)
+    return Datasets(moved, as_declared(val, task.fields), task, draws_of(config, train))
 
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:
     """Every number of every step of a job on these data."""
     return build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+
+
+def draws_of(config: Config, train: Source) -> WeightedDraws | None:
+    """What data.sample_weights draws; None without it. Raises UserError where there are no such weights."""
+    asked, where = config.data.sample_weights, config.where("data.sample_weights")
+    if asked is None:
+        return None
+    if not is_object(asked):
+        return WeightedDraws(read_weights(train, asked, plugins.convert_options(config.task, "tasks").get("ignore_label"), where))
+    given = None if config.data.given is None else config.data.given.objects.get("sample_weights")
+    if given is None:
+        raise UserError(
+            "data.sample_weights is an array of a script, and only that script has it", where, "hvdtrain.train(sample_weights=)"
+        )
+    return WeightedDraws(checked_weights(np.asarray(given), len(train), where))
 
 
 def evaluated_part(config: Config, val: Source) -> Source:
@@ -275,7 +293,7 @@ def _fit_into_file(names: Sequence[str]) -> bool:
 
 def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
-    train, val, task = datasets
+    train, val, task, _ = datasets
     lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source))) + _notes_on_blocks(config, train)
     if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
         lines.append(
@@ -318,6 +336,7 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
         "validation samples": len(val),
         **{_FACT_NAMES.get(name, name + _OF_TASK): value for name, value in task.facts().items()},
         **digests(train, "training", config.seed),
+        **({} if datasets.draws is None else {"data.sample_weights": digest({"weights": datasets.draws.weights})}),
         **digests(val, "validation", config.seed),
     }
 
@@ -342,6 +361,8 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     version = shuffle_version(len(datasets.train))
     if config.data.shuffle == "blocks":
         version = f"{BLOCKS_VERSION} {config.data.shuffle_block} x {config.data.shuffle_window}"
+    if datasets.draws is not None:
+        version = f"weights-1 {digest({'weights': datasets.draws.weights})}"
     if version is not None:
         data["shuffle"] = version
     return {"seed": config.seed, "data": data}

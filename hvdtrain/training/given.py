@@ -6,8 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT, Given, name_of_object
+from hvdtrain.data.own.arrays import is_array, to_numpy
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
@@ -58,6 +61,23 @@ def given_data(train: Any, val: Any) -> Given:
     if train is None:
         raise UserError("val_data without train_data", "hvdtrain.train()", "both")
     return Given(name_of_object(train), of, {"train_data": type(train), "val_data": type(val)})
+
+
+def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
+    """data.sample_weights, and the data with an array of weights. Raises UserError where there are no samples that it is of."""
+    if isinstance(weights, str):
+        return weights, data
+    where = "hvdtrain.train(), sample_weights"
+    if data is None:
+        raise UserError(
+            "sample_weights is an array, and no train_data is given that it is of", where, "a field of the data, or train_data="
+        )
+    if not is_array(weights) and not isinstance(weights, (list, tuple)):
+        raise UserError(
+            f"sample_weights is a {type(weights).__name__}", where, "an array, a number for each sample; or the name of a field"
+        )
+    array = to_numpy(weights if is_array(weights) else np.array(weights), "sample_weights", where)
+    return name_of_object(array), data._replace(objects={**data.objects, "sample_weights": array})
 
 
 def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | None) -> Given:
@@ -119,7 +139,11 @@ def given_schedule(schedule: Any) -> Given:
 
 def with_given(config: Config, given: Makers) -> Config:
     """The configuration of a job whose script gives these objects. Raises UserError where it says otherwise."""
-    if "data" in given and config.data.val_share is not None and given["data"].objects["val_data"] is not type(None):
+    objects = given["data"].objects if "data" in given else {}
+    if config.data.val_share is not None and "sample_weights" in objects:
+        what = f"sample_weights are of the training samples, which data.val_share={config.data.val_share:g} chooses"
+        raise UserError(what, config.where("data.val_share"), "a field of the data: data.sample_weights=weight; or val_data=")
+    if config.data.val_share is not None and objects.get("val_data", type(None)) is not type(None):
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
     hooks = given.get("hooks")

@@ -16,15 +16,19 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.sampler import BlockShuffle, Positions, largest_share, parts_of_rank
+from hvdtrain.data.sampler import BlockShuffle, Positions, WeightedDraws, largest_share, parts_of_rank
 from hvdtrain.data.source import Source, crops_at_random, read_in_epochs, reads_from_memory, reads_in_process
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
 
 
-def split_step(config: Config, progress: Progress, batch: int, first_batch: int, communicator: Communicator) -> list[Positions]:
+def split_step(
+    config: Config, progress: Progress, batch: int, first_batch: int, communicator: Communicator, draws: WeightedDraws | None = None
+) -> list[Positions]:
     """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
+
+    draws: of data.sample_weights.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
     A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
@@ -34,7 +38,7 @@ def split_step(config: Config, progress: Progress, batch: int, first_batch: int,
     share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
     parts = parts_of_step(config.batch, batch, first_batch)
     passes = passes_of_step(config, share, batch, first_batch) // parts
-    shuffle = block_shuffle(config.data)
+    shuffle = draws or block_shuffle(config.data)
     shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling, shuffle)
     return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
 
@@ -131,8 +135,16 @@ class _Pending(NamedTuple):
 class Prefetcher:
     """Reads the steps that follow the one that was taken: which samples they use depends on progress alone."""
 
-    def __init__(self, config: Config, communicator: Communicator, recipe: Recipe, source: Source, learner: Learner) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        recipe: Recipe,
+        source: Source,
+        learner: Learner,
+        draws: WeightedDraws | None = None,
+    ) -> None:
+        self._config, self._draws = config, draws
         self._communicator = communicator
         self._recipe = recipe
         self._source = source
@@ -172,7 +184,7 @@ class Prefetcher:
         readers = self._learner.readers
         if readers is None:
             return StepInput(hyper, micro_batches)
-        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, readers):
+        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, readers, self._draws):
             batch = read_batch(self._source, positions, hyper, self._config, self.cached_on_device)
             micro_batches.append(self._learner.to_device(batch))
         return StepInput(hyper, micro_batches)

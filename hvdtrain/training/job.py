@@ -105,7 +105,7 @@ def make_job(
     health = make_health(config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task))
     gauges = make_gauges(config, communicator, learner, log, run, start.progress.step)
     recipe = recipe or recipe_of(config, datasets)
-    prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
+    prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner, datasets.draws)
     return Job(
         config=config,
         communicator=communicator,

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import is_object
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
@@ -259,6 +260,9 @@ def first_names(names: Sequence[str] | None) -> str:
 
 def _shuffle(config: Config) -> str:
     data = config.data
+    if data.sample_weights is not None:
+        by = "of the script" if is_object(data.sample_weights) else f"data.sample_weights={data.sample_weights}"
+        return f"drawn with replacement by weights, {by}, "
     return f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, " if data.shuffle == "blocks" else ""
 
 

@@ -428,7 +428,7 @@ def test_a_share_of_train_validates_where_there_is_no_val(tmp_path: Path) -> Non
     """Of 3 ants and 1 bee: 2 and 1 are trained on. All are decoded once, into one file, whatever the share."""
     fill(tmp_path, val="elsewhere")
     words = ["data.name=folder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "batch.size=1"]
-    train, val, task = open_datasets(configure(None, [*words, "data.val_share=0.34"]))
+    train, val, task, _ = open_datasets(configure(None, [*words, "data.val_share=0.34"]))
     assert (train.labels().tolist(), val.labels().tolist(), len(arrays(tmp_path))) == ([0, 0, 1], [0], 1)
     assert train.class_names == val.class_names == ("ant", "bee")
     assert task.mean == pytest.approx(train.read(np.arange(3))["x"].mean((0, 1, 2)) / 255)  # of what is trained on

@@ -18,7 +18,7 @@ WORDS = ["data.name=image_tokens", "task.name=language"]
 
 
 def test_the_tokens_are_a_start_and_the_nearest_colours() -> None:
-    train, val, task = open_datasets(configure(None, [*WORDS, "data.colours=5", "data.side=4"]))
+    train, val, task, _ = open_datasets(configure(None, [*WORDS, "data.colours=5", "data.side=4"]))
     assert isinstance(train, TokenImages) and isinstance(val, TokenImages)
     assert (len(train), len(val), train.start) == (1437, 360, 5)
     assert train.codebook.digest() == val.codebook.digest()

@@ -23,7 +23,7 @@ def words(path: Path, *more: str) -> list[str]:
 def test_windows_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes(TEXT.encode())
     (tmp_path / "val.txt").write_bytes(b"abcdefghijk")
-    train, val, task = open_datasets(configure(None, words(tmp_path, "data.context=5")))
+    train, val, task, _ = open_datasets(configure(None, words(tmp_path, "data.context=5")))
     content = TEXT.encode()
     assert len(train) == (len(content) - 1) // 5 and task.sizes["vocabulary"] == 256
     read = train.read(np.arange(len(train)))["tokens"]

@@ -132,7 +132,7 @@ def do(work: Work, communicator: Communicator) -> Outcome:
     """One job as __main__ does it, without the watchdog. Every rank calls it."""
     config = configured(work.words)
     config = config.replace(run=work.run)
-    train, val, task = open_datasets(config)
+    train, val, task, _ = open_datasets(config)
     heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
     at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}
     watched = RecordingSource(train, heartbeat, signals, at.get("train", -1))

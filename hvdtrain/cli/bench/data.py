@@ -81,7 +81,9 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
         data = config.data.replace(readers=readers, ahead=2 * readers, resident=False)
         changed = config.replace(data=data, batch=trainer.job.config.batch)
         name = f"prefetch, {plural(readers, 'reader')}"
-        prefetchers[name] = Prefetcher(changed, communicator, trainer.job.recipe, trainer.datasets.train, trainer.job.learner)
+        prefetchers[name] = Prefetcher(
+            changed, communicator, trainer.job.recipe, trainer.datasets.train, trainer.job.learner, trainer.datasets.draws
+        )
     return prefetchers
 
 
