@@ -908,12 +908,12 @@ class LogConfig(Section):
         default=False,
         description="write an event per step with the time of each phase and the slowest rank; costs one small allgather per sync point",
     )
-    samples: int = Field(
-        default=0,
+    samples: int | None = Field(
+        default=None,
         ge=0,
         le=1024,
         description="images or texts that are drawn before the first step and at each evaluation, always from the same random numbers, "
-        "into RUN/samples and the report (task.name=language)",
+        "into RUN/samples and the report (task.name=language), or samples whose masks are shown (segmentation; default: 4 at the end)",
     )
     noise_scale: bool = Field(
         default=False,

@@ -45,7 +45,7 @@ DRAWN = ("image_tokens", "text")  # data whose tokens can be shown
 # log.samples: what a language model draws, as images or text.
 SAMPLES = JobFeature(
     key="log.samples",
-    on=lambda config: config.log.samples > 0,
+    on=lambda config: bool(config.log.samples) and config.task.name != "segmentation",  # which shows masks of any data
     examples=("log.samples=2 task.name=language data.name=image_tokens",),
     off="log.samples=0",
     excludes=(
@@ -54,7 +54,7 @@ SAMPLES = JobFeature(
             other_than("language", "regression"),
             what="{chosen} draws tokens; the job has {set}",
             where="log.samples",
-            fix="task.name=language, or leave it out",
+            fix="task.name=language or segmentation, or leave it out",
             why="it draws tokens",
         ),
         Exclusion(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, as_yaml, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among, as_yaml, other_than
 
 
 def _sends(job: PlannedJob) -> Iterator[UserError]:
@@ -90,7 +90,7 @@ PIPELINE = JobFeature(
         Exclusion("shard.stage", among(3), fix="shard.stage=1 or 2; or {off}"),
         Exclusion(
             "log.samples",
-            above(0),
+            Values(bool, 1),
             fix="log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or {off}",
             words="task.name=language data.name=image_tokens",
         ),

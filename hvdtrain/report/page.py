@@ -52,7 +52,7 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
         tables=_tables(runs, labels),
         start=page_tables.startup(runs, labels),
         images=images,
-        samples=[(label, drawn) for run, label in labelled if (drawn := read_samples(run))],
+        samples=[(label, kind, drawn) for run, label in labelled for kind in SAMPLE_KINDS if (drawn := read_samples(run, kind))],
         stragglers=[
             *_sentences(runs, labels, lambda run: stage_summary(run, summary.rank_work_ms(run))),
             *_sentences(runs, labels, summary.straggler_summary),
@@ -141,9 +141,34 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-MOST_SHOWN = 12  # steps; of more the first, the last and some between
+class SampleKind(NamedTuple):
+    """What a job wrote of a few samples, and how the page shows it."""
+
+    stem: str  # of the names of its files in RUN/samples
+    title: str
+    note: str
+    alternative: str  # the beginning of a picture's alternative text
+    most: int  # steps that are shown; of more the first, the last and some between
+
+
+SAMPLE_KINDS = (
+    SampleKind(
+        "step",
+        "What the model draws",
+        "The same random numbers in every row: what changes is the model.",
+        "images that the model draws",
+        12,
+    ),
+    SampleKind(
+        "masks",
+        "Masks",
+        "Samples of the validation set: the image, its mask, and the class that the model says of each pixel.",
+        "images, their masks and those of the model",
+        3,
+    ),
+)
 MOST_BYTES = 2**22  # of a file
-_NAME = re.compile(r"step-(\d{8,15})\.(png|txt)")
+_NAME = re.compile(r"([a-z]+)-(\d{8,15})\.(png|txt)")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -155,12 +180,13 @@ class Drawn(NamedTuple):
     text: str
 
 
-def read_samples(run: RunRecord) -> list[Drawn]:
+def read_samples(run: RunRecord, kind: SampleKind) -> list[Drawn]:
     """A file that is no picture or text, or cannot be read, is left out: the report shows the rest."""
     try:
         with Folder.open(run.folder, "samples") as folder:
-            found = sorted((int(match[1]), name) for name in folder.names() if (match := _NAME.fullmatch(name)))
-            shown = [_read(folder, name, _title(run, step)) for step, name in evenly(found, MOST_SHOWN)]
+            names = [(match, name) for name in folder.names() if (match := _NAME.fullmatch(name))]
+            found = sorted((int(match[2]), name) for match, name in names if match[1] == kind.stem)
+            shown = [_read(folder, name, _title(run, step)) for step, name in evenly(found, kind.most)]
     except OSError:
         return []
     return [drawn for drawn in shown if drawn]

@@ -1,4 +1,4 @@
-"""Sequences that a language model draws: by all ranks together, and in a job at each evaluation, as files for the report."""
+"""What a model draws or says of a few samples, by all ranks together, as files for the report: sequences of tokens, masks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.datasets.text import decode, read_tokenizer
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
+from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner, Sampler
 from hvdtrain.tasks.language import Language
+from hvdtrain.tasks.segmentation import Segmentation
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
+from hvdtrain.training.evaluate import predict
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.shown_masks import Masks, picture
 
 
 def draw_on_all_ranks(
@@ -60,8 +64,12 @@ def draw_on_all_ranks(
 
 
 FOLDER = "samples"  # of a run folder
+SHOWN_MASKS = 4  # samples, where log.samples does not say how many
 COLUMNS = 16  # images side by side
 STOP_CHECK_TOKENS = 64  # between two checks whether to stop: each costs one small allreduce
+
+
+_PNG = b"\x89PNG"
 
 
 class _Stopped(Exception):
@@ -70,9 +78,10 @@ class _Stopped(Exception):
 
 @dataclass
 class SampleSeries:
-    """Draws log.samples sequences at an evaluation. Their random numbers are those of the seed alone, apart from all that training uses.
+    """What the model makes of log.samples samples at an evaluation: drawn sequences, or masks; of masks a few at the end by default.
 
-    Each begins with the first token of the validation set: for images the start token. Nothing is drawn without log.samples.
+    A sequence has random numbers of the seed alone, apart from all that training uses, and begins with the first token of the validation
+    set: for images the start token.
     """
 
     config: Config
@@ -88,37 +97,62 @@ class SampleSeries:
 
     def draw(self, now: TrainState) -> None:
         """Draws from the weights as they are, and writes a file on rank 0. A collective. Raises UserError where the model cannot draw."""
-        if not self.config.log.samples or self.run is None:
+        if self.config.log.samples:
+            self._draw(self.config.log.samples, now)
+
+    def draw_at_end(self, now: TrainState) -> None:
+        """What is shown without log.samples, as draw() does."""
+        if self.config.log.samples is None and _segmentation(self.task) and self.config.parallel.pipeline == 1:
+            self._draw(SHOWN_MASKS, now)
+
+    def _draw(self, samples: int, now: TrainState) -> None:
+        if self.run is None:
             return
-        if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
-            what = f"log.samples={self.config.log.samples} draws tokens, and the job has task.name={self.task.name}"
-            raise UserError(what, self.config.where("log.samples"), "task.name=language, or leave it out")
         began_s = time.perf_counter()
+        with self.learner.averaged():
+            content = self._masks(samples, now) if _segmentation(self.task) else self._sequences(samples, now)
+        if content is not None and self.communicator.rank == 0:
+            self._write(f"{_stem(self.task)}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}", content)
+            self.log.emit("samples", now.progress.step, count=samples, draw_s=round(time.perf_counter() - began_s, 3))
+
+    def _sequences(self, samples: int, now: TrainState) -> bytes | None:
+        """A picture or a text; None where the job stops meanwhile."""
+        if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
+            what = f"log.samples={samples} draws tokens or masks, and the job has task.name={self.task.name}"
+            raise UserError(what, self.config.where("log.samples"), "task.name=language or segmentation, or leave it out")
         codebook = codebook_of(self.val)
         try:
-            with self.learner.averaged():
-                drawn = draw_on_all_ranks(
-                    self.learner.data,  # the ranks of a tensor group draw the same sequences together
-                    self.learner,
-                    np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (self.config.log.samples, 1)),
-                    self.task.context + 1,
-                    tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
-                    temperature=1.0,
-                    seed=self.config.seed,
-                    at_once=self.config.batch.evaluate,
-                    before_each=self._keep_up(now),
-                )
+            drawn = draw_on_all_ranks(
+                self.learner.data,  # the ranks of a tensor group draw the same sequences together
+                self.learner,
+                np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (samples, 1)),
+                self.task.context + 1,
+                tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
+                temperature=1.0,
+                seed=self.config.seed,
+                at_once=self.config.batch.evaluate,
+                before_each=self._keep_up(now),
+            )
         except _Stopped:
-            return
-        if self.communicator.rank == 0:
-            name = f"step-{now.progress.step:08d}"
-            if codebook is None:
-                self._write(f"{name}.txt", self._texts(drawn).encode())
-            else:
-                side = math.isqrt(self.task.context)
-                images = codebook.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
-                self._write(f"{name}.png", png(grid(images, COLUMNS)))
-            self.log.emit("samples", now.progress.step, count=len(drawn), draw_s=round(time.perf_counter() - began_s, 3))
+            return None
+        if codebook is None:
+            return self._texts(drawn).encode()
+        side = math.isqrt(self.task.context)
+        images = codebook.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
+        return png(grid(images, COLUMNS))
+
+    def _masks(self, samples: int, now: TrainState) -> bytes:
+        """A picture of samples from the first of the validation set to the last."""
+        task = _segmentation(self.task)
+        assert task is not None
+        self.heartbeat.beat("masks for the report", now.progress.epoch, now.progress.step)
+        numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
+        said = [np.empty((0, *task.pixels), np.int64)]
+        for _, predictions in predict(self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat):
+            said.append(predictions.outputs.argmax(1))
+        whole = self.learner.data.allgather(np.concatenate(said), "samples.masks")
+        shown = self.val.read(numbers)
+        return png(picture(Masks(numbers, shown["x"], shown["y"], whole, task.ignored)))
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
         """A sign of life at each position, on ranks without sequences too; now and then all ranks agree whether to stop."""
@@ -144,6 +178,17 @@ class SampleSeries:
                 folder.replace(name, content)
         except OSError as error:
             warn(f"no samples of this step: {self.run / FOLDER / name}: {error.strerror or error}")
+
+
+def _segmentation(task: Task) -> Segmentation | None:
+    """The task, or that which metrics of a script were added to."""
+    inner = getattr(task, "task", task)
+    return inner if isinstance(inner, Segmentation) else None
+
+
+def _stem(task: Task) -> str:
+    """What the files' names begin with."""
+    return "masks" if _segmentation(task) else "step"
 
 
 _GAP = 2  # pixels between two images, after they were enlarged

@@ -227,6 +227,8 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     """
     now = job.telemetry.finish(now) if start.is_over else job.hooks.end(job.telemetry.finish(now))
     is_over = bool(stop_reason(job.config, now))
+    if is_over and not start.is_over:
+        job.samples.draw_at_end(now)
     failure = write_last_checkpoint(job, now, reason, is_over=is_over)
     memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if job.config.model.given:

@@ -9,7 +9,7 @@ import numpy as np
 from test_report import SCRIPT, PageParser
 from test_report_run import COMPLETE, CONFIG, write
 
-from hvdtrain.report.page import MOST_BYTES, MOST_SHOWN, evenly, read_samples, render_page
+from hvdtrain.report.page import MOST_BYTES, SAMPLE_KINDS, evenly, read_samples, render_page
 from hvdtrain.report.run import read_run
 from hvdtrain.training.samples import png
 
@@ -46,17 +46,29 @@ def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:
         "step-2.png": PICTURE,
         "other.png": PICTURE,
         "step-00000003.txt": b"\xff",
+        "other-00000003.png": PICTURE,
     }
     run = run_with(tmp_path / "run", files)
     (run / "samples" / "step-00000004.txt").symlink_to("/etc/hostname")
-    assert [(row.title, row.url, row.text) for row in read_samples(read_run(run))] == [("step 3", "", "\N{REPLACEMENT CHARACTER}")]
+    assert [(row.title, row.url, row.text) for row in read_samples(read_run(run), SAMPLE_KINDS[0])] == [
+        ("step 3", "", "\N{REPLACEMENT CHARACTER}")
+    ]
     assert "What the model draws" not in page_of(write(tmp_path / "none", COMPLETE, CONFIG))
+
+
+def test_masks_have_a_part_of_their_own(tmp_path: Path) -> None:
+    files = {f"masks-{step:08}.png": PICTURE for step in range(10, 60, 10)} | {"step-00000010.png": PICTURE}
+    seen = PageParser(page_of(run_with(tmp_path / "run", files)))
+    pictures = [attrs["alt"] for tag, attrs in seen.tags if tag == "img"]
+    shown = ["step 10: validation accuracy 70.00%", "step 30", "step 50"]
+    assert pictures[1:] == [f"images, their masks and those of the model, {step}" for step in shown]
+    assert seen.text.index("What the model draws") < seen.text.index("Masks")
 
 
 def test_of_many_steps_the_first_the_last_and_some_between() -> None:
     items = [(step, f"{step}") for step in range(100)]
-    steps = [step for step, _ in evenly(items, MOST_SHOWN)]
-    assert len(steps) == MOST_SHOWN and steps[0] == 0 and steps[-1] == 99
+    steps = [step for step, _ in evenly(items, 12)]
+    assert len(steps) == 12 and steps[0] == 0 and steps[-1] == 99
     gaps = np.diff(steps)
     assert gaps.min() >= 8 and gaps.max() <= 10
-    assert evenly(items[:3], MOST_SHOWN) == items[:3]
+    assert evenly(items[:3], 12) == items[:3]

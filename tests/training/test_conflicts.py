@@ -81,7 +81,7 @@ OF_ONE_PROCESS = [
      "leave comm.device_memory out, or comm.engine=mpi"),
     ("comm.address=n1", "'n1' is not HOST:PORT", "comm.address", "comm.address=n1:29500"),
     ("log.samples=8", "log.samples=8 draws tokens; the job has task.name=classification", "log.samples",
-     "task.name=language, or leave it out"),
+     "task.name=language or segmentation, or leave it out"),
     ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the job has 1 rank", "log.noise_scale",
      "two ranks or more, or log.noise_scale=false"),
     ("shard.group=node", "shard.group=node is of shard.stage=1 or more; this is 0", "shard.group", "shard.stage=1"),

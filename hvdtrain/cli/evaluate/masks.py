@@ -16,6 +16,7 @@ from hvdtrain.data.source import AroundSource, Field, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.shown_masks import palette
 from hvdtrain.training.trained_model import TrainedModel
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _write(path: Path, classes: np.ndarray) -> None:
 
     if classes.max(initial=0) < 256:
         image = PIL.Image.frombytes("P", classes.shape[::-1], classes.astype(np.uint8).tobytes())
-        image.putpalette(_palette())
+        image.putpalette(palette().ravel().tolist())
     else:
         image = PIL.Image.fromarray(classes.astype(np.uint16))
     unfinished = path.with_suffix(".png.part")
@@ -83,13 +84,3 @@ def _write(path: Path, classes: np.ndarray) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}", _WHERE, "a folder that can be written and has room") from None
-
-
-def _palette() -> list[int]:
-    """Red, green and blue of 256 classes: the bits of a number are dealt to the three, as in the PASCAL VOC set."""
-    colours = np.zeros((256, 3), np.uint8)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= (((np.arange(256) >> (3 * bit + channel)) & 1) << (7 - bit)).astype(np.uint8)
-    found: list[int] = colours.ravel().tolist()
-    return found
