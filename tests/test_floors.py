@@ -31,6 +31,8 @@ ALLOWED = {  # the only files that may import these
         "tasks/torch.py",
     ),
     "torchvision": ("core/import_torchvision.py",),
+    "timm": ("frameworks/torch/libraries/timm.py",),
+    "transformers": ("frameworks/torch/libraries/transformers.py",),
     "horovod": ("comm/horovod.py", "frameworks/torch/parallel/", "horovod/engine/through_horovod.py"),
     "jax": ("frameworks/jax/", "tasks/jax.py", "horovod/traced/on_host.py"),
     "keras": ("horovod/keras/", "frameworks/keras.py", "frameworks/torch/keras_module.py"),

@@ -46,6 +46,7 @@ KEYS = {  # folder -> the key whose value names its files
     "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
+LIBRARIES = "frameworks/torch/libraries"  # LIBRARY.py: what model.name=LIBRARY:NAME means, of a library that has its own names
 ANNOTATIONS = {"Literal": Literal, "Path": Path}  # what annotations of options may name, beside the types that Python has
 MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
@@ -148,6 +149,9 @@ def check_names(config: Config) -> None:
         if section is not config.optim and is_users_own(section) and of_python(section.name):  # it would be called: os:system
             what = f"{short(section.name)} is a part of Python, not a {section.section}"
             raise UserError(what, section.where("name"), "write package.module:Class")
+        if section is config.model and config.framework != "torch" and is_library(section.name):
+            what = f"framework={config.framework} does not support model.name={short(section.name)}, a model of torch"
+            raise UserError(what, section.where("name"), "framework=torch, or another model")
         if not is_users_own(section):  # the user's own class checks its own options
             convert_options(section, folder_of(section.section, config.framework))
 
@@ -161,7 +165,17 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
     if section.given is not None and section.given.name is not None:
         return section.given.make
     _refuse_object(section)
+    library, _, rest = name.partition(":")
+    if section.section == "model" and is_library(name):
+        module: Any = importlib.import_module(f"{PACKAGE.name}.{LIBRARIES.replace('/', '.')}.{library}")
+        return typing.cast("Callable[..., Any]", module.model_of(rest, section.where("name")))
     return load_dotted(name, section.where("name"))
+
+
+def is_library(name: str) -> bool:
+    """Whether the word before the colon of a model's name is one of LIBRARIES: timm:convnext_tiny."""
+    library, colon, _ = name.partition(":")
+    return bool(colon) and library.isidentifier() and (PACKAGE / LIBRARIES / f"{library}.py").is_file()
 
 
 def _refuse_object(section: OpenSection) -> None:

@@ -180,8 +180,8 @@ class ModelConfig(OpenSection):
     section = "model"
     name: str = Field(
         default="wide_resnet",
-        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, gpt, mlp, linear, or package.module:Class of "
-        "your own",
+        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, gpt, mlp, linear, timm:NAME, "
+        "transformers:FOLDER, or package.module:Class of your own",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",
@@ -211,7 +211,8 @@ class ModelConfig(OpenSection):
     )
     download: bool = Field(
         default=False,
-        description="whether a model's own code may download weights through torch.hub, as torchvision's does (framework=torch)",
+        description="whether a model's own code may download weights through torch.hub, as torchvision's does, or from the Hugging Face "
+        "Hub (framework=torch)",
     )
     freeze: list[str] = Field(
         default_factory=list,
@@ -234,7 +235,9 @@ class ModelConfig(OpenSection):
         default_factory=list, description="weights that begin as without model.weights: names, with * for any characters: ['fc.*']"
     )
     weights_names: list[str] = Field(
-        default_factory=list, description="OLD=NEW: the names of the file that begin with OLD begin with NEW in the model: ['backbone.=']"
+        default_factory=list,
+        description="OLD=NEW: the names of the file that begin with OLD begin with NEW in the model: ['backbone.=']; with * whole names: "
+        "['encoder.layer.*.query.*=layers.*.q_proj.*']",
     )
 
     @property

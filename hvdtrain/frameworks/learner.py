@@ -135,6 +135,13 @@ class Learner(HasState, Protocol):
     readers: Communicator | None  # the ranks that divide the samples of a step among them: `data`, or None on a rank that reads none
     waits_only_in_communication: bool  # all waiting for other ranks is in the phase "communication": the rest is this rank's own work
 
+    def own_names(self, found: Arrays) -> Arrays | None:
+        """The arrays of a file by the names of the model's state dict, as the model's own library changes them; None where none does that.
+
+        What it leaves over has another name. Raises UserError where it cannot.
+        """
+        return None
+
     def cache_on_device(self, source: Source) -> bool:
         """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, short
-from hvdtrain.frameworks.learner import HasState, plain_names
+from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.around import averages
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
@@ -48,7 +50,7 @@ class Loaded(NamedTuple):
     lines: list[str]  # for the user
 
 
-def load_pretrained(config: Config, communicator: Communicator, learner: HasState, go_on: Callable[[], None]) -> Loaded:
+def load_pretrained(config: Config, communicator: Communicator, learner: Learner, go_on: Callable[[], None]) -> Loaded:
     """Loads them into every rank's learner. Every rank calls it. Raises UserError on all of them.
 
     Rank 0 reads, from where the arrays lie on the disk, and sends them one by one: a rank keeps what it has a part of.
@@ -62,10 +64,12 @@ def load_pretrained(config: Config, communicator: Communicator, learner: HasStat
         path = Path(str(config.model.weights)).expanduser()
         found, lines = read_weights(path, config.where("model.weights"))
         found, renamed = with_names_of_model(found, config.model, names)
+        if not config.model.weights_names and not names.keys() <= found.keys():
+            found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
         moved()
-        return [*lines, *renamed, *_lines(path, match, len(names))]
+        return [*lines, *renamed, *_lines(path, match, len(set(names.values())))]
 
     lines = long_on_rank_0(communicator, read, go_on)
     return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
@@ -139,7 +143,7 @@ def _of_torch(path: Path, where: str) -> Arrays:
 
 
 def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, str]) -> tuple[Arrays, list[str]]:
-    """With the prefixes of model.weights_names in place of others, and without those of DDP and torch.compile; lines for the user."""
+    """With the names of model.weights_names in place of others, and without the prefixes of DDP and torch.compile; lines for the user."""
     lines = []
     for entry in model.weights_names:
         old, is_pair, new = entry.partition("=")
@@ -147,15 +151,42 @@ def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, s
             raise UserError(
                 f"model.weights_names: {short(entry)} is not OLD=NEW", model.where("weights_names"), f"'{entry}=' leaves it out"
             )
-        if not any(name.startswith(old) for name in found):
-            what = f"model.weights_names: no array's name begins with {short(old)!r}"
+        renamed = {name: _renamed(name, old, new, model.where("weights_names")) for name in found}
+        if not any(renamed.values()):
+            what = f"model.weights_names: no array's name {'fits' if '*' in old else 'begins with'} {short(old)!r}"
             raise UserError(what, model.where("weights_names"), f"the first names are {', '.join(list(found)[:_SHOWN])}")
-        found = {new + name.removeprefix(old) if name.startswith(old) else name: array for name, array in found.items()}
+        found = _under_new_names(found, renamed, entry, model.where("weights_names"))
     for wrapper in _WRAPPERS:
         if found and all(name.startswith(wrapper) for name in found) and not found.keys() & names.keys():
             found = {name.removeprefix(wrapper): array for name, array in found.items()}
             lines.append(f"all names of the file begin with {wrapper}, which is left out")
     return found, lines
+
+
+def _renamed(name: str, old: str, new: str, where: str) -> str | None:
+    """The name with NEW in the place of OLD, which it begins with; with * as a whole, each * of NEW is what that of OLD was; else None."""
+    if "*" not in old and "*" not in new:
+        return new + name.removeprefix(old) if name.startswith(old) else None
+    if old.count("*") != new.count("*"):
+        what = f"model.weights_names: {short(f'{old}={new}')} has {old.count('*')} * before the = and {new.count('*')} behind it"
+        raise UserError(what, where, "as many: 'encoder.layer.*.query.*=layers.*.q_proj.*'")
+    fitting = re.fullmatch("(.*?)".join(map(re.escape, old.split("*"))), name)
+    if fitting is None:
+        return None
+    return "".join(part for pair in itertools.zip_longest(new.split("*"), fitting.groups(), fillvalue="") for part in pair)
+
+
+def _under_new_names(found: Arrays, renamed: Mapping[str, str | None], entry: str, where: str) -> Arrays:
+    """Raises UserError where two arrays would have the same name."""
+    names: dict[str, str] = {}
+    for name in found:
+        new = renamed[name] or name
+        if new in names:
+            raise UserError(
+                f"model.weights_names: {short(entry)} makes {names[new]} and {name} both {new}", where, "a pattern that fits one of them"
+            )
+        names[new] = name
+    return {new: found[name] for new, name in names.items()}
 
 
 def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config) -> Match:
@@ -175,9 +206,10 @@ def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[
             what = f"{name} is {found[name].shape} in {config.model.weights}, the model has {shapes[names[name]]}"
             layer = name.rpartition(".")[0]
             raise UserError(what, where, f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or another model")
+    arrays = {names[name]: found[name] for name in taken}
     return Match(
-        arrays={names[name]: found[name] for name in taken},
-        missing=[name for name in names if name not in found and name not in skipped],
+        arrays=arrays,
+        missing=[name for name in names if name not in found and name not in skipped and names[name] not in arrays],  # a tied one has two
         left_over=[name for name in found if name not in names],
         skipped=skipped,
     )

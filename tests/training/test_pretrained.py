@@ -99,6 +99,9 @@ def test_bfloat16_and_prefixes(trained: Path, tmp_path: Path, capsys: pytest.Cap
         (None, [], "no array of ", "model.weights_names=['OLD=NEW']"),
         ({}, ["model.weights_skip=['head.*']"], "model.weights_skip: head.* fits no weight of the model", "its first names are conv1"),
         ({}, ["model.weights_names=['encoder.=']"], "no array's name begins with 'encoder.'", "the first names are "),
+        ({}, ["model.weights_names=['enc*=*']"], "no array's name fits 'enc*'", "the first names are "),
+        ({}, ["model.weights_names=['*.*=a.*']"], "has 2 * before the = and 1 behind it", "as many"),
+        ({}, ["model.weights_names=['norm1.*=norm2.*']"], "model.weights_names: norm1.*=norm2.* makes norm1.", "fits one of them"),
         ({}, ["model.weights_names=['encoder']"], "model.weights_names: encoder is not OLD=NEW", "'encoder=' leaves it out"),
         ({}, ["model.freeze=['convx*']"], "model.freeze: convx* fits no weight of the model", "known: conv1.weight"),
         ({}, ["model.freeze=['*']"], "model.freeze=['*'] leaves nothing to train", "fewer names"),
@@ -111,6 +114,43 @@ def test_what_does_not_fit(change: dict[str, Any] | None, words: list[str], what
     with pytest.raises(UserError) as caught:
         hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), f"model.weights={tmp_path / 'w.safetensors'}", *words)
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
+
+
+def test_names_are_changed_inside(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With * for what stays, one entry after the other; a prefix among them."""
+    expected = weights_of(trained)
+    inner = {name: re.sub(r"(conv|norm)([12])[.]", r"block.\2.the_\1.", name) for name in expected}
+    others = {f"net.{inner[name]}": array for name, array in expected.items()}
+    assert {"net.block.1.the_conv.weight", "net.block.2.the_norm.running_mean"} < others.keys()
+    save_file(others, tmp_path / "w.safetensors")
+    renames = "model.weights_names=['net.=','block.*.the_*.*=*.*.*','1.*.*=*1.*','2.*.*=*2.*']"
+    words = ["stop.steps=1", "optim.base_lr=0", "norm.kind=batch", "model.freeze=['norm*']", f"model.weights={tmp_path / 'w.safetensors'}"]
+    run = hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), *words, renames)
+    assert f"{len(expected)} of {len(expected)} arrays are loaded" in capsys.readouterr().out
+    assert all(np.array_equal(array, expected[name]) for name, array in run.weights.items())
+
+
+class Tied(torch.nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x.flatten(1)))
+        return y
+
+
+def test_a_tied_weight_is_loaded_by_one_of_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {name: tensor.numpy() for name, tensor in Tied().state_dict().items() if name != "last.weight"}
+    save_file(weights, tmp_path / "w.safetensors")
+    words = ["model.name=test_pretrained:Tied", f"model.weights={tmp_path / 'w.safetensors'}", "optim.base_lr=0", "stop.steps=1"]
+    run = hvdtrain.train({"run": str(tmp_path / "run")}, *words)
+    said = capsys.readouterr().out
+    assert "3 of 3 arrays are loaded" in said and "left as they begin" not in said
+    assert np.array_equal(run.weights["last.weight"], weights["first.weight"])
 
 
 class Evil:

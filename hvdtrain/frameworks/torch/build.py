@@ -23,8 +23,9 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_freed_memory, pick_device, return_large_memory
+from hvdtrain.frameworks.torch.downloads import download_first
 from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
-from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model
+from hvdtrain.frameworks.torch.model import build_model, check_first_samples, check_outputs, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
@@ -43,6 +44,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         check_optimizer(config)
     stopwatch = ReplaceableStopwatch(step_costs.stopwatch_for(device))
     making = Making(config, task, timed_mesh(make_mesh(communicator, config), config, device, stopwatch), device, precision, stopwatch)
+    download_first(config, communicator, lambda: build_model(config, task))
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     arrangement = arrangement_of(config)(making)
     check_outputs(arrangement.model, config, task, making.like)

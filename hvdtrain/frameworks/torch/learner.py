@@ -31,6 +31,7 @@ from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.device import compile_summary, describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, TrainingModel, continue_sequences, first_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
+from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import construct_groups, set_mode
@@ -241,6 +242,9 @@ class TorchLearner(Learner):
 
     def state_dict_names(self) -> dict[str, str]:
         return self._state.state_dict_names()
+
+    def own_names(self, found: Arrays) -> Arrays | None:
+        return in_names_of(self.model, found)
 
     def load(self, state: Arrays | ArrayStream) -> None:
         set_mode(self.optimizer, training=False)  # a state has the weights of a sync point

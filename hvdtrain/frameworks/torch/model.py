@@ -6,9 +6,8 @@ import contextlib
 import copy
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
+from hvdtrain.frameworks.torch.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.norm import use_norm
@@ -205,8 +205,8 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
-    set_number_type(config)
-    with _downloads(config):
+    with watched(config):
+        set_number_type(config)
         model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
     if not isinstance(model, torch.nn.Module):
         raise UserError(
@@ -215,30 +215,6 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
     return model
-
-
-_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)  # of the job whose model is built
-_download = torch.hub.download_url_to_file
-
-
-def _download_or_refuse(url: str, *arguments: Any, **options: Any) -> None:
-    """torch.hub's function; raises UserError where a job builds its model without model.download."""
-    config = _WITHOUT_DOWNLOADS.get()
-    if config is not None:
-        what = f"{config.model.name} downloads {short(url)}"
-        raise UserError(what, config.where("model.name"), "model.weights=FILE, and no weights in its own options; or model.download=true")
-    _download(url, *arguments, **options)
-
-
-@contextlib.contextmanager
-def _downloads(config: Config) -> Iterator[None]:
-    """Inside, torch.hub downloads nothing, unless model.download says that it may."""
-    torch.hub.download_url_to_file = _download_or_refuse
-    token = _WITHOUT_DOWNLOADS.set(None if config.model.download else config)
-    try:
-        yield
-    finally:
-        _WITHOUT_DOWNLOADS.reset(token)
 
 
 def checked_model(config: Config, task: Task) -> torch.nn.Module:

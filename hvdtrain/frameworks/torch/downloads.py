@@ -1,0 +1,128 @@
+"""What a model's own code may download while it is built: nothing, unless model.download says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, short
+
+_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)  # of the job whose model is built
+_urlopen = torch.hub.urlopen
+_HUB = "HF_HUB_OFFLINE"  # of huggingface_hub, by which timm and transformers download: read when it is imported
+_REFUSED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError"}  # what it raises then
+
+
+def _open_or_refuse(url: Any, *arguments: Any, **options: Any) -> Any:
+    """The urlopen() of torch.hub; raises UserError where a job builds its model without model.download."""
+    config = _WITHOUT_DOWNLOADS.get()
+    if config is not None:
+        raise _refusal(config, f"downloads {short(getattr(url, 'full_url', url))}")
+    return _urlopen(url, *arguments, **options)
+
+
+def _refusal(config: Config, does: str) -> UserError:
+    fix = "model.weights=FILE, and no weights in its own options; or model.download=true"
+    return UserError(f"{config.model.name} {does}", config.where("model.name"), fix)
+
+
+@contextlib.contextmanager
+def watched(config: Config) -> Iterator[None]:
+    """Inside, nothing is downloaded through torch.hub or the Hugging Face Hub, unless model.download says that it may.
+
+    Raises UserError where a library tries. What the hub's cache has is read.
+    """
+    torch.hub.urlopen = _open_or_refuse
+    may = config.model.download
+    token = _WITHOUT_DOWNLOADS.set(None if may else config)
+    try:
+        with contextlib.nullcontext() if may else _OFFLINE:
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not any(type(cause).__name__ in _REFUSED for cause in _causes(error)):
+            raise
+        if may:
+            what = f"{config.model.name} cannot download: {short(str(error))}"
+            raise UserError(what, config.where("model.name"), "a network, or model.weights=FILE") from error
+        raise _refusal(config, "downloads from the Hugging Face Hub") from error
+    finally:
+        _WITHOUT_DOWNLOADS.reset(token)
+
+
+def download_first(config: Config, communicator: Communicator, build: Callable[[], object]) -> None:
+    """On rank 0 build() fills the caches of libraries, before the other ranks build the same. A collective where model.download is on.
+
+    Raises on every rank the UserError that build() raises.
+    """
+    if not config.model.download or communicator.size == 1:
+        return
+
+    def fill() -> None:
+        with torch.random.fork_rng(devices=[]):
+            build()
+
+    on_rank_0(communicator, fill)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised for."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class _Offline:
+    """The offline mode of huggingface_hub, from the first thread that enters to the last one that leaves."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._variable: str | None = None
+        self._in_library: bool | None = None  # before; None: it was not imported
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._variable = os.environ.get(_HUB)
+                os.environ[_HUB] = "1"
+                self._in_library = getattr(_constants(), "HF_HUB_OFFLINE", None)
+            _set_in_library(True)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside:
+                return
+            if self._variable is None:
+                del os.environ[_HUB]
+            else:
+                os.environ[_HUB] = self._variable
+            said = (self._variable or os.environ.get("TRANSFORMERS_OFFLINE") or "").upper()
+            _set_in_library(said in {"1", "ON", "YES", "TRUE"} if self._in_library is None else self._in_library)
+
+
+def _constants() -> Any:
+    """The module of huggingface_hub that says whether it is offline; None where it is not imported."""
+    return sys.modules.get("huggingface_hub.constants")
+
+
+def _set_in_library(offline: bool) -> None:
+    if (constants := _constants()) is not None:
+        constants.HF_HUB_OFFLINE = offline
+
+
+_OFFLINE = _Offline()

@@ -1,0 +1,1 @@
+"""Models that other libraries know by names of their own: model.name=LIBRARY:NAME."""

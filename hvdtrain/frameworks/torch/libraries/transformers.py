@@ -1,0 +1,164 @@
+"""model.name=transformers:FOLDER or :CLASS: a model by its configuration; weights whose names the library changes when it reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import UserError, nearest, short
+
+
+def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
+    """What makes the model of a folder with config.json, or of a class, whose option `config` is such a folder.
+
+    Its other options take the place of those of config.json; num_labels and num_channels are the task's where they are not given. Code of
+    the folder does not run, and nothing is downloaded. Raises UserError where transformers is not installed or has no such class.
+    """
+    transformers = _load(where)
+    kind = getattr(transformers, name, None) if name.isidentifier() else None
+    if kind is not None and not isinstance(kind, type):
+        raise UserError(
+            f"transformers.{short(name)} is no class of models", where, "transformers:AutoModelForImageClassification, or a folder"
+        )
+
+    def make(config: str | None = None, outputs: int | None = None, shape: Any = (), **options: Any) -> torch.nn.Module:
+        folder = Path(name if kind is None and config is None else config or "").expanduser()
+        if kind is None and config is not None:
+            raise UserError(f"transformers:{short(name)} is a folder, and so is model.config", where, "one of them")
+        if kind is not None and config is None:
+            raise UserError(f"model.name=transformers:{name} needs the folder of its configuration", where, "model.config=FOLDER")
+        sizes = ({"num_labels": outputs} if outputs else {}) | ({"num_channels": shape[-1]} if len(shape) == 3 else {})
+        found = _configuration(transformers, folder, sizes, options, where)
+        return _model(transformers, kind or _class_of(transformers, found, folder, where), found, where)
+
+    return make
+
+
+def _load(where: str) -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}", where, "pip install transformers") from None
+    return transformers
+
+
+def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], options: Mapping[str, Any], where: str) -> Any:
+    """That of a folder, with these options in place of its own, and sizes where the options say nothing and it has such a key."""
+    if not (folder / "config.json").is_file():
+        what = f"there is no {folder / 'config.json'}"
+        raise UserError(what, where, "a folder of save_pretrained(), or what `hf download OWNER/NAME --local-dir FOLDER` has made")
+    read = transformers.AutoConfig.from_pretrained
+    try:
+        own = read(folder, local_files_only=True, trust_remote_code=False)
+        if unknown := next((option for option in options if option not in own.to_dict() and option != "num_labels"), None):
+            raise UserError(
+                f"{own.model_type} of transformers has no option {short(unknown)}", where, nearest(unknown, list(own.to_dict()))
+            )
+        wanted = {key: size for key, size in sizes.items() if hasattr(own, key)} | dict(options)
+        labels = wanted.pop("num_labels", own.num_labels)
+        found = read(folder, local_files_only=True, trust_remote_code=False, **wanted)
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        raise UserError(
+            f"transformers does not read {folder}: {error}".partition("\n")[0], where, "a configuration of the library's own models"
+        ) from error
+    if getattr(found, "quantization_config", None) is not None:
+        raise UserError(
+            f"{folder} is of quantized weights, which are not trained", where, "the folder of the model before it was quantized"
+        )
+    found.dtype = torch.get_default_dtype()  # the job's number type comes later: first weights are not rounded before
+    if labels != found.num_labels:
+        found.num_labels = labels  # makes names of classes, too
+    if hasattr(found, "use_cache"):
+        found.use_cache = False  # keys and values of past tokens, which training does not need
+    return found
+
+
+def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
+    """The class that has written the folder."""
+    named = (config.architectures or ["none"])[0]
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        what = f"{folder / 'config.json'} names the class {short(named)}, which transformers {transformers.__version__} does not have"
+        raise UserError(what, where, f"model.name=transformers:CLASS model.config={folder}: AutoModelForImageClassification, ...")
+    return kind
+
+
+def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Module:
+    make = kind.from_config if hasattr(kind, "from_config") else kind
+    try:
+        model: torch.nn.Module = make(config)
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        what = f"transformers does not make {kind.__name__} of a {type(config).__name__}: {error}".partition("\n")[0]
+        raise UserError(what, where, "a class that fits the configuration, or other options of `model`") from error
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise UserError(f"transformers.{kind.__name__} is no class of models", where, "AutoModelForImageClassification, or another one")
+    return model
+
+
+def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
+    """The arrays of a file of transformers by the names that `model`, of this library, has now; None for a model of another one.
+
+    Its from_pretrained() renames and joins them. An array that it leaves over has its name in the file; of one with another shape only the
+    shape is right. Raises UserError where it cannot.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    kind: Any = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))  # FSDP2 makes a class of its own
+    tensors = _tensors(found)
+    widest = max((t.dtype for t in tensors.values() if t.is_floating_point()), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    try:
+        with _quiet(transformers), torch.random.fork_rng(devices=[]):  # it draws what is missing
+            fresh, told = kind.from_pretrained(
+                None,
+                config=model.config,
+                state_dict=tensors,
+                dtype=widest,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        what = f"{kind.__name__}.from_pretrained() of transformers fails: {type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(what, "model.weights", "model.weights_names=['OLD=NEW'], with which hvdtrain changes the names") from error
+    shapes = {name: np.broadcast_to(np.float32(0), shape) for name, shape, _ in told["mismatched_keys"]}
+    unknown = {name: found.get(name, np.zeros(0)) for name in sorted(told["unexpected_keys"])}
+    absent = {*told["missing_keys"], *shapes}
+    loaded = {name: _array(tensor) for name, tensor in fresh.state_dict().items() if name not in absent}
+    return {**loaded, **shapes, **unknown}
+
+
+def _tensors(found: Arrays) -> dict[str, torch.Tensor]:
+    """Views of the arrays, as of files that are mapped: nothing writes into them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {name: torch.from_numpy(np.asarray(array)) for name, array in found.items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Inside, the library prints no table of names and no progress bar: the caller says what was loaded."""
+    log = transformers.utils.logging
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,135 @@
+"""model.name=transformers:FOLDER and weights of save_pretrained(): outputs are the library's own, whatever the names in its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import hvdtrain
+from hvdtrain.data.source import NamedArrays
+from hvdtrain.errors import UserError
+
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: make test-keras")
+
+WORDS = ["batch.size=12", "optim.name=sgd", "optim.base_lr=0", "speed.precision=fp64", "log.display=lines"]
+
+
+def vit() -> Any:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_labels=10))
+
+
+def gpt2() -> Any:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 20, "n_positions": 12, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def bert() -> Any:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 20}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, max_position_embeddings=12, num_labels=3))
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
+TOKENS = np.random.default_rng(1).integers(0, 20, (12, 9))
+DATA = {
+    vit: {"x": IMAGES, "y": np.arange(12) % 10},
+    gpt2: NamedArrays({"tokens": TOKENS}, {"tokens": 20}),
+    bert: {"x": TOKENS, "y": np.arange(12) % 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+def saved(make: Any, folder: Path) -> Path:
+    """A folder of save_pretrained(), whose weights are those of no constructor."""
+    torch.manual_seed(7)
+    model = make()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return folder
+
+
+def train(run: Path, words: list[str], data: Any) -> Any:
+    return hvdtrain.train({"run": str(run), "stop.steps": 1}, *WORDS, *words, train_data=data, val_data=data)
+
+
+@pytest.mark.parametrize("make", [vit, gpt2, bert])
+def test_outputs_are_those_of_the_library(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the class that wrote the folder, of stage 3, and of one made anew from the file in it."""
+    folder, data = saved(make, tmp_path / "folder"), DATA[make]
+    expected = type(make()).from_pretrained(folder, dtype=torch.float64).eval()
+    arrays = len(dict(expected.named_parameters()))
+    ways = [
+        [f"model.name=transformers:{folder}", f"model.weights={folder}"],
+        [f"model.name=transformers:{folder}", f"model.weights={folder}", "shard.stage=3"],
+        [f"model.name=transformers:{type(expected).__name__}", f"model.config={folder}", f"model.weights={folder / 'model.safetensors'}"],
+    ]
+    more = ["task.name=language"] if make is gpt2 else []
+    for number, way in enumerate(ways):
+        run = train(tmp_path / f"{number}", [*way, *more], data)
+        inputs = run.transform(IMAGES).astype(np.float64) if make is vit else TOKENS[:, :-1] if make is gpt2 else TOKENS
+        with torch.no_grad():
+            found = expected(torch.from_numpy(inputs)).logits.numpy()
+        np.testing.assert_allclose(hvdtrain.predict(run, TOKENS if make is not vit else IMAGES), found, rtol=0, atol=1e-12)
+        said = capsys.readouterr().out
+        assert f"{arrays} of {arrays} arrays are loaded" in said and "left as they begin" not in said and "are not of the model" not in said
+
+
+def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the library renames; what is missing, left over or of another shape; names that the user changes."""
+    folder, data = saved(vit, tmp_path / "folder"), DATA[vit]
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    names = vit().state_dict().keys()
+    assert len(names & weights.keys()) < len(names) / 2, "transformers writes the names that it has: nothing is left to test here"
+    name = [f"model.name=transformers:{folder}"]
+    ten = {**data, "y": np.arange(12) % 4}
+    with pytest.raises(UserError, match=r"classifier.weight is \(10, 16\) in .*, the model has \(4, 16\)"):
+        train(tmp_path / "other", [*name, f"model.weights={folder}"], ten)
+    train(tmp_path / "new", [*name, f"model.weights={folder}", "model.weights_skip=['classifier.*']"], ten)
+    assert "2 left as they begin, by model.weights_skip: classifier.weight, classifier.bias" in capsys.readouterr().out
+    changed = {name: array for name, array in weights.items() if name != "vit.layernorm.weight"} | {"other.weight": np.ones(3, np.float32)}
+    save_file(changed, tmp_path / "w.safetensors")
+    run = train(tmp_path / "some", [*name, f"model.weights={tmp_path / 'w.safetensors'}"], data)
+    said = capsys.readouterr().out
+    assert "1 not in the file: these are left as they begin: vit.layernorm.weight" in said
+    assert "1 of the file are not of the model: other.weight" in said
+    expected = transformers.ViTForImageClassification.from_pretrained(folder, dtype=torch.float64).state_dict()
+    assert all(np.array_equal(array, expected[name].numpy()) for name, array in run.weights.items() if name != "vit.layernorm.weight")
+
+
+def test_options_and_what_is_no_model(tmp_path: Path) -> None:
+    folder, data = saved(bert, tmp_path / "folder"), DATA[bert]
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "config.json").write_text('{"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}')
+    run = train(tmp_path / "run", [f"model.name=transformers:{folder}", "model.num_hidden_layers=1"], {**data, "y": np.arange(12) % 5})
+    assert run.weights["classifier.weight"].shape == (5, 16) and not any(".layer.1." in name for name in run.weights)
+    for words, what in (
+        ([f"model.name=transformers:{folder}", "model.trust_remote_code=true"], "bert of transformers has no option trust_remote_code"),
+        ([f"model.name=transformers:{tmp_path / 'none'}"], "there is no .*none/config.json"),
+        ([f"model.name=transformers:{tmp_path / 'code'}"], "transformers does not read"),
+        (["model.name=transformers:AutoModelForImageClassification"], "needs the folder of its configuration"),
+        (["model.name=transformers:AutoModelForImageClassification", f"model.config={folder}"], "does not make AutoModelForImageClass"),
+        (["model.name=transformers:BertTokenizer", f"model.config={folder}"], "BertTokenizer"),
+        ([f"model.name=transformers:{folder}", "framework=numpy"], "framework=numpy does not support model.name=transformers:"),
+    ):
+        with pytest.raises(UserError, match=what):
+            train(tmp_path / "wrong", words, data)
