@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ import h5py
 import numpy as np
 import torch
 
+from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets import hdf5
 from hvdtrain.data.sampler import BlockShuffle, positions_of_rank
 from hvdtrain.data.stored.source import read_by
+from hvdtrain.training.upcoming import Upcoming
 
 BATCH, WORKERS, CACHE_MB, CHUNK = 64, 2, 32, 16
 BASE = "DataLoader, 2 workers"
@@ -76,21 +78,39 @@ def by_loader(path: Path, name: str, workers: int) -> Callable[[int], Iterator[t
     return lambda epoch: iter(loader)
 
 
-def by_source(path: Path, name: str, shuffle: BlockShuffle | None, processes: int = 0) -> Callable[[int], Iterator[tuple[Any, Any]]]:
+def by_source(
+    path: Path, name: str, shuffle: BlockShuffle | None, processes: int = 0, told: bool = True
+) -> Callable[[int], Iterator[tuple[Any, Any]]]:
     source = hdf5.build("hdf5", path, "train", fields={"x": name, "y": "y"}, cache_mb=CACHE_MB)
     source = read_by(source, processes) if processes else source
     pool = ThreadPoolExecutor(WORKERS)
 
+    def samples_of(progress: Progress) -> np.ndarray:
+        return positions_of_rank(progress.samples, BATCH, 0, 1, len(source), 0, shuffle=shuffle).samples
+
+    def following(progress: Progress) -> Iterator[Progress]:
+        while True:
+            yield progress
+            progress = progress.advance(BATCH)
+
+    upcoming = Upcoming(source, samples_of, following)
+
     def read(start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = source.read(positions_of_rank(start, BATCH, 0, 1, len(source), 0, shuffle=shuffle).samples)
+        batch = source.read(samples_of(Progress(len(source), 2**40, start // BATCH, start)))
         return torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
 
     def batches(epoch: int) -> Iterator[tuple[Any, Any]]:
         starts = iter(range(epoch * len(source), (epoch + 1) * len(source) - BATCH + 1, BATCH))
-        pending = [pool.submit(read, start) for start in itertools.islice(starts, 2 * WORKERS)]
+
+        def submit(start: int) -> Future[tuple[torch.Tensor, torch.Tensor]]:
+            if told:
+                upcoming.reads(Progress(len(source), 2**40, start // BATCH, start))
+            return pool.submit(read, start)
+
+        pending = list(map(submit, itertools.islice(starts, 2 * WORKERS)))
         while pending:
             yield pending.pop(0).result()
-            pending += [pool.submit(read, start) for start in itertools.islice(starts, 1)]
+            pending += map(submit, itertools.islice(starts, 1))
 
     return batches
 
@@ -118,6 +138,7 @@ def main() -> None:
                 BASE: by_loader(path, name, WORKERS),
                 "DataLoader, no worker": by_loader(path, name, 0),
                 "hdf5, 2 threads": by_source(path, name, None),
+                "hdf5, 2 threads, not told": by_source(path, name, None, told=False),
                 "hdf5, 2 processes": by_source(path, name, None, WORKERS),
                 "hdf5, shuffle=blocks, 2 threads": by_source(path, name, BlockShuffle(CHUNK, 16)),
             }

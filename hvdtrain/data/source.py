@@ -137,6 +137,13 @@ class AroundSource:
         return known_stats(self.source, name, indices)
 
     @property
+    def foresight(self) -> int:
+        return foresight(self.source)
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        expect(self.source, indices, anew)
+
+    @property
     def reads_from_memory(self) -> bool:
         return reads_from_memory(self.source)
 
@@ -350,6 +357,19 @@ def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed
     method = getattr(source, "read_in_epochs", None)
     found: Batch = source.read(indices) if method is None else method(indices, epochs, seed)
     return found
+
+
+def foresight(source: Source) -> int:
+    """How many of the samples that come the source wants to know of in advance, by expect(); 0: none."""
+    return int(getattr(source, "foresight", 0))
+
+
+def expect(source: Source, indices: np.ndarray, anew: bool) -> None:
+    """Tells a source with foresight() that these samples, int64 (n,), will be read after all that were told; anew: no others will be.
+
+    What is read does not depend on it, only how fast. A sample is told as often as it will be read.
+    """
+    source.expect(indices, anew)  # type: ignore[attr-defined]
 
 
 def reads_from_memory(source: Source) -> bool:

@@ -19,6 +19,8 @@ from hvdtrain.data.source import (
     Source,
     check_indices,
     crops_at_random,
+    expect,
+    foresight,
     known_labels,
     known_stats,
     notes_of,
@@ -92,6 +94,9 @@ class Subset(AroundSource):
         check_indices(indices, len(self))
         return read_in_epochs(self.source, self.indices[indices], epochs, seed)
 
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        expect(self.source, self.indices[indices], anew)
+
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
         return known_stats(self.source, name, self.indices if indices is None else self.indices[indices])
 
@@ -144,6 +149,13 @@ class SubsetOfImages(ImagesBase):
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         return read_in_epochs(self.source, self._in_source(indices), epochs, seed)
 
+    @property
+    def foresight(self) -> int:
+        return foresight(self.source)
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        expect(self.source, self._in_source(indices), anew)
+
     def _in_source(self, indices: np.ndarray) -> np.ndarray:
         check_indices(indices, len(self))
         return indices if self.indices is None else self.indices[indices]
@@ -189,6 +201,13 @@ class Relabelled(ImagesBase):
 
     def stats(self) -> ChannelStats:
         return self.source.stats()
+
+    @property
+    def foresight(self) -> int:
+        return foresight(self.source)
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        expect(self.source, indices, anew)
 
     def image_digest(self, seed: int) -> str:
         return self.source.image_digest(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -314,12 +313,13 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
         return []
     shuffle, cache_mb = block_shuffle(config.data), files.samples.cache.most_bytes / 1e6
     samples = len(train) if shuffle is None else min(len(train), shuffle.block * shuffle.window)
-    wanted_mb = samples * sum(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in files.fields.values()) / 1e6
+    wanted_mb = samples * files.samples.bytes_of_sample / 1e6
     if wanted_mb <= cache_mb:
         return []
     of = "the training set" if shuffle is None else "a window of data.shuffle_window"
     fix = "data.shuffle=blocks decodes each once" if shuffle is None else "a smaller window decodes each once"
-    return [f"{of} is {wanted_mb:,.0f} MB, and data.cache_mb={cache_mb:,.0f}: blocks are decoded again and again; {fix}, or a larger cache"]
+    often = f"about {files.decodes_of_block:.1f} times in an epoch" if shuffle is None else "again and again"
+    return [f"{of} is {wanted_mb:,.0f} MB, and data.cache_mb={cache_mb:,.0f}: blocks are decoded {often}; {fix}, or a larger cache"]
 
 
 def _has_hidden_labels(source: Source) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from hvdtrain.data.source import Source, crops_at_random, read_in_epochs, reads_
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.training.upcoming import Upcoming
 
 
 def split_step(
@@ -157,12 +159,15 @@ class Prefetcher:
         self.waited_s = 0.0  # spent in take(), so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
+        is_told = not self.cached_on_device and not config.servers.are_asynchronous and learner.readers is not None
+        self._upcoming = Upcoming(source, self._samples_of, self._following) if is_told else None
 
     def take(self, progress: Progress) -> StepInput:
         """The input of the step that follows `progress`. Raises what its reader raised."""
         began = time.perf_counter()
         try:
             if self._pool is None:
+                self._tell(progress)
                 return self.prepare(progress)
             if not self._queue or self._queue[0].progress != progress:  # the first step, or another one than was expected
                 self.discard()
@@ -181,10 +186,7 @@ class Prefetcher:
         """Reads the step that follows `progress`, on the calling thread."""
         hyper = self._recipe.at(progress)
         micro_batches: list[Any] = []
-        readers = self._learner.readers
-        if readers is None:
-            return StepInput(hyper, micro_batches)
-        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, readers, self._draws):
+        for positions in self._positions(progress):
             batch = read_batch(self._source, positions, hyper, self._config, self.cached_on_device)
             micro_batches.append(self._learner.to_device(batch))
         return StepInput(hyper, micro_batches)
@@ -212,20 +214,41 @@ class Prefetcher:
     def _read_ahead(self, progress: Progress) -> None:
         """Fills the queue with the next `ahead` steps after `progress`, up to the end of the job."""
         last = self._queue[-1].progress if self._queue else progress
-        while len(self._queue) < self.ahead:
-            last = last.advance(self._recipe.at(last).batch)
-            if last.done or last.step == self._config.stop.steps:
+        following = itertools.islice(self._following(last), 1, None)
+        while len(self._queue) < self.ahead and (step := next(following, None)) is not None:
+            self._submit(step)
+
+    def _following(self, progress: Progress) -> Iterator[Progress]:
+        """`progress`, and that after each step from it on, up to the end of the job."""
+        yield progress
+        while True:
+            progress = progress.advance(self._recipe.at(progress).batch)
+            if progress.done or progress.step == self._config.stop.steps:
                 return
-            self._submit(last)
+            yield progress
 
     def _submit(self, progress: Progress) -> None:
         assert self._pool is not None
+        self._tell(progress)
         self._queue.append(_Pending(progress, self._pool.submit(self.prepare, progress)))
+
+    def _tell(self, progress: Progress) -> None:
+        if self._upcoming is not None:
+            self._upcoming.reads(progress)
+
+    def _positions(self, progress: Progress) -> list[Positions]:
+        readers, batch = self._learner.readers, self._recipe.at(progress).batch
+        return [] if readers is None else split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._draws)
+
+    def _samples_of(self, progress: Progress) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int64), *(positions.samples for positions in self._positions(progress))])
 
     def discard(self) -> None:
         """Forgets what was read ahead, as where other ranks read other samples from now on."""
         while self._queue:
             self._queue.popleft().future.cancel()
+        if self._upcoming is not None:
+            self._upcoming.forget()
 
 
 def device_batches(

@@ -17,11 +17,16 @@ class BlockCache:
         self.most_bytes = most_bytes
         self.decoded = 0  # blocks, so far
         self._bytes = 0
+        self._room = most_bytes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Hashable, Future[np.ndarray]] = OrderedDict()
 
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.most_bytes,)
+
+    def shrink(self, share: float) -> None:
+        """From now on blocks have this share of the memory: the rest is for what they were decoded for."""
+        self._room = int(self.most_bytes * share)
 
     def get(self, key: Hashable, decode: Callable[[], np.ndarray]) -> np.ndarray:
         """A block, read-only; decode() makes one that is not here. Safe to call from several threads. Raises what decode() raises."""
@@ -52,6 +57,6 @@ class BlockCache:
     def _evict(self, newest: Hashable) -> None:
         """Removes the oldest blocks but the newest one; what is being decoded does not count yet."""
         for key in [key for key, block in self._blocks.items() if block.done() and key != newest]:
-            if self._bytes <= self.most_bytes:
+            if self._bytes <= self._room:
                 return
             self._bytes -= self._blocks.pop(key).result().nbytes

@@ -43,9 +43,17 @@ class StoredImages(ImagesBase):
         return labels
 
     def read(self, indices: np.ndarray) -> Batch:
-        pixels = as_images(self.source.read_field("x", indices) if self.source.pool is None else self.source.read(indices)["x"])
+        is_alone = self.source.pool is None and not self.source.foresight
+        pixels = as_images(self.source.read_field("x", indices) if is_alone else self.source.read(indices)["x"])
         assert pixels is not None
         return {"x": np.ascontiguousarray(pixels), "y": read_labels(self.labels(), indices)}
+
+    @property
+    def foresight(self) -> int:
+        return self.source.foresight
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        self.source.expect(indices, anew)
 
     def stats(self) -> ChannelStats:
         """Exact over all images up to 1 GiB of pixels, else of at most 2,000."""

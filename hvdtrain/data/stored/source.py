@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import numpy as np
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.source import Field, Source, check_indices, check_numbers, smallest
+from hvdtrain.data.stored.ahead import Need, SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
 from hvdtrain.data.stored.statistics import Ranks, kept, mean_and_std
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 _DIGEST_PLACES, _DIGEST_ROWS, _DIGEST_VALUES = 8, 16, 2**22
+_KEPT = 0.875  # of the memory is for samples that are read later, the rest for blocks
 _DRAWN = 0x73746F72  # a stream of counters apart from those of the sampler
 
 
@@ -45,6 +48,17 @@ class Selected:
         inside = zip(self.selection.inside, self.selection.box.shape, strict=True)
         return tuple(size if isinstance(part, slice) else len(part) for part, size in inside if not isinstance(part, int))
 
+    @property
+    def rows_of_block(self) -> int:
+        """Samples of the largest block; 1 where each is read alone."""
+        return 1 if isinstance(self.array, PlainRows) else int(np.diff(self.array.edges).max()) // self.selection.step
+
+    def block_of(self, samples: np.ndarray) -> np.ndarray:
+        """The block of each of samples, int64 (n,)."""
+        assert not isinstance(self.array, PlainRows)
+        rows = self.selection.first + samples * self.selection.step
+        return np.searchsorted(self.array.edges, rows, "right") - 1
+
     def read_into(self, out: np.ndarray, samples: np.ndarray, cache: BlockCache) -> None:
         """Rows of rising samples, int64 (n,), into out (n, *shape)."""
         rows = self.selection.first + samples * self.selection.step
@@ -52,7 +66,7 @@ class Selected:
             box = self.selection.box
             out[:] = self._converted(self.selection.pick(self.array.read(rows)[(slice(None), *box.slices)]))
             return
-        blocks = np.searchsorted(self.array.edges, rows, "right") - 1
+        blocks = self.block_of(samples)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
             number = int(blocks[start])
@@ -78,6 +92,12 @@ class Part:
 
     samples: int
     arrays: Mapping[str, tuple[Selected, ...]]
+
+    @property
+    def largest(self) -> Selected | None:
+        """The array with the most numbers in a block; None where all are read row by row."""
+        stored = [one for arrays in self.arrays.values() for one in arrays if not isinstance(one.array, PlainRows)]
+        return max(stored, key=lambda one: one.rows_of_block * math.prod(one.array.shape[1:]), default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +127,23 @@ class StoredSamples:
                 if first < last:
                     self._read_part(found[first:last], part, name, rising[first:last] - (end - part.samples))
             arrays[name][order] = found
+
+    def blocks_of(self, samples: np.ndarray) -> np.ndarray:
+        """A number for each of samples, int64 (n,), the same for those whose largest block is the same; -1 where each is read alone."""
+        found = np.full(len(samples), -1, np.int64)
+        ends = self.ends
+        parts = np.searchsorted(ends, samples, "right")
+        for number in np.unique(parts).tolist():
+            if (largest := self.parts[number].largest) is None:
+                continue
+            inside = parts == number
+            rows = samples[inside] - (ends[number] - self.parts[number].samples)
+            found[inside] = largest.block_of(rows) * len(self.parts) + number
+        return found
+
+    @property
+    def bytes_of_sample(self) -> int:
+        return sum(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in self.fields.values())
 
     def _read_part(self, out: np.ndarray, part: Part, name: str, samples: np.ndarray) -> None:
         arrays = part.arrays[name]
@@ -140,11 +177,44 @@ class StoredSource:
 
     def read_by(self, workers: int) -> StoredSource:
         """A source that so many processes read, each with its part of the cache."""
-        cache = BlockCache(self.samples.cache.most_bytes // workers)
+        share = 1 - _KEPT if self.foresight else 1
+        cache = BlockCache(int(self.samples.cache.most_bytes * share) // workers)
         return replace(self, pool=WorkerPool(replace(self.samples, cache=cache), workers))
 
     def read(self, indices: np.ndarray) -> Batch:
         check_indices(indices, len(self))
+        ahead: SamplesAhead | None = self._known.get("ahead")
+        return self._read(indices) if ahead is None or not len(indices) else ahead.read(indices)
+
+    @property
+    def foresight(self) -> int:
+        """Samples that it wants to know of in advance; 0 where all fit into memory, or blocks are decoded no less often with it."""
+        return int(self._once("foresight", self._foresight))
+
+    def _foresight(self) -> int:
+        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
+        return need.ahead if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples else 0
+
+    @property
+    def decodes_of_block(self) -> float:
+        """How often a block is decoded in an epoch of a full shuffle, about."""
+        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
+        return need.rows * (need.decoded if self.foresight else max(0.0, 1 - fits / need.samples))
+
+    @property
+    def _need(self) -> Need:
+        kept = int(_KEPT * self.samples.cache.most_bytes) // self.samples.bytes_of_sample
+        return Need(len(self), self.rows_of_block or 1, kept)
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        """See data.source.expect(). The first call divides the memory between these samples and blocks."""
+        self._once("ahead", self._begin_ahead).expect(indices, anew)
+
+    def _begin_ahead(self) -> SamplesAhead:
+        self.samples.cache.shrink(1 - _KEPT)
+        return SamplesAhead(self._need.kept, self.samples.blocks_of, self._read)
+
+    def _read(self, indices: np.ndarray) -> Batch:
         if self.pool is None:
             found = {name: np.empty((len(indices), *kind.shape), kind.dtype) for name, kind in self.fields.items()}
             self.samples.read_into(found, indices, None)
@@ -222,14 +292,8 @@ class StoredSource:
     @property
     def rows_of_block(self) -> int | None:
         """Neighbouring samples that are decoded together: the most of any array; None where each is read alone."""
-        sizes = [
-            int(np.diff(one.array.edges).max()) // one.selection.step
-            for part in self.samples.parts
-            for arrays in part.arrays.values()
-            for one in arrays
-            if not isinstance(one.array, PlainRows)
-        ]
-        return max(sizes, default=None) if max(sizes, default=1) > 1 else None
+        most = max((one.rows_of_block for part in self.samples.parts for arrays in part.arrays.values() for one in arrays), default=1)
+        return most if most > 1 else None
 
 
 def stored_in(source: Source) -> StoredSource | None:

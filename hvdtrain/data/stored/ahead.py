@@ -1,0 +1,140 @@
+"""Samples that later steps read, kept when the block that they are in is decoded: which samples a rank reads is known in advance.
+
+Dryden et al. 2021, "Clairvoyant prefetching for distributed machine learning I/O", arXiv:2101.08734.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+_Rows = dict[int, dict[str, np.ndarray]]  # fields of a sample, by sample
+_MOST = 2**17  # samples that are known in advance: about 10 us of the processor each, once
+
+
+class Need(NamedTuple):
+    """What reads at random need of the memory."""
+
+    samples: int  # of the set
+    rows: int  # of a block
+    kept: int  # samples that fit into memory
+
+    @property
+    def ahead(self) -> int:
+        """Samples to know in advance, so that nine tenths of `kept` are in memory, and seldom more than `kept`.
+
+        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples / rows reads, and what it
+        has of the next L waits for L / 2 of them.
+        """
+        most = 0.9 * self.kept
+        return min(self.samples, _MOST, int(most + (most**2 + 2 * most * self.samples / self.rows) ** 0.5))
+
+    @property
+    def decoded(self) -> float:
+        """Blocks that are decoded for one sample, with what is kept."""
+        return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
+
+
+class SamplesAhead:
+    """Reads samples, and with them others of the same blocks that are expected. Safe to call from several threads.
+
+    most: samples in memory beside those of a read. blocks_of: a number for each of samples, int64 (n,), the same for those that are decoded
+    together, below 0 for one that is read alone. read: samples in fresh arrays.
+    """
+
+    def __init__(self, most: int, blocks_of: Callable[[np.ndarray], np.ndarray], read: Callable[[np.ndarray], Batch]) -> None:
+        self._most = most
+        self._blocks_of = blocks_of
+        self._read = read
+        self._lock = threading.Lock()
+        self._due: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by block: how often a sample is still to be read, the next first
+        self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
+
+    def expect(self, samples: np.ndarray, anew: bool) -> None:
+        """These samples will be read after those that were expected so far; anew: no others will be."""
+        blocks = self._blocks_of(samples)
+        with self._lock:
+            if anew:
+                self._due.clear()
+                self._kept.clear()
+            for block, sample in zip(blocks.tolist(), samples.tolist(), strict=True):
+                if block >= 0:
+                    self._due[block][sample] += 1
+
+    def read(self, samples: np.ndarray) -> Batch:
+        """{name: (n, *shape)}, in fresh arrays. Raises UserError for a damaged sample."""
+        reading: Future[_Rows] = Future()
+        kept, missing, others = self._claim(samples.tolist(), reading)
+        try:
+            found = self._read(np.array([*missing, *others], np.int64)) if missing else {}
+        except BaseException:
+            self._withdraw(others, reading)
+            raise
+        reading.set_result({sample: _row(found, place) for place, sample in enumerate(others, len(missing))})
+        if not kept and len(missing) == len(samples):
+            return {name: array[: len(missing)] for name, array in found.items()}
+        rows = {sample: _row(found, place) for place, sample in enumerate(missing)}
+        for sample, source in kept.items():
+            rows[sample] = self._taken(sample, source)
+        return _stacked([rows[sample] for sample in samples.tolist()])
+
+    def _claim(self, samples: Sequence[int], reading: Future[_Rows]) -> tuple[dict[int, Future[_Rows]], list[int], list[int]]:
+        """Which of the samples are kept, or are being read by another thread; those to read; and others to read with them."""
+        blocks = dict(zip(samples, self._blocks_of(np.array(samples, np.int64)).tolist(), strict=True))
+        with self._lock:
+            for sample in samples:
+                self._count_read(sample, blocks[sample])
+            kept = {sample: self._kept[sample] for sample in blocks if sample in self._kept}
+            missing = [sample for sample in blocks if sample not in kept]
+            for sample in [sample for sample in kept if sample not in self._due.get(blocks[sample], ())]:
+                del self._kept[sample]
+            room = min(max(0, self._most - len(self._kept)), max(self._most // 8, len(samples)))  # a read has its own memory, too
+            near = dict.fromkeys(blocks[sample] for sample in missing)
+            others = [sample for block in near for sample in self._due.get(block, ()) if sample not in blocks and sample not in self._kept]
+            self._kept.update(dict.fromkeys(others[:room], reading))
+        return kept, missing, others[:room]
+
+    def _count_read(self, sample: int, block: int) -> None:
+        due = self._due.get(block)
+        if due is not None and sample in due:
+            due[sample] -= 1
+            if not due[sample]:
+                del due[sample]
+            if not due:
+                del self._due[block]
+
+    def _taken(self, sample: int, reading: Future[_Rows]) -> dict[str, np.ndarray]:
+        """A sample that another read has brought; read here where that one failed, whose error is of other samples perhaps."""
+        try:
+            rows = reading.result()
+        except UserError:
+            return _row(self._read(np.array([sample])), 0)
+        with self._lock:
+            row = rows.get(sample) if self._kept.get(sample) is reading else rows.pop(sample, None)
+        return _row(self._read(np.array([sample])), 0) if row is None else row
+
+    def _withdraw(self, others: Sequence[int], reading: Future[_Rows]) -> None:
+        """What waits for the others reads them itself."""
+        with self._lock:
+            for sample in others:
+                if self._kept.get(sample) is reading:
+                    del self._kept[sample]
+        reading.set_exception(UserError("samples beside this one cannot be read", "", ""))
+
+
+def _row(batch: Batch, place: int) -> dict[str, np.ndarray]:
+    return {name: array[place].copy() for name, array in batch.items()}
+
+
+def _stacked(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

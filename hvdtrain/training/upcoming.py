@@ -1,0 +1,66 @@
+"""What a source with foresight is told: which samples this rank reads in the steps that come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.source import Source, expect, foresight
+
+
+class _Told(NamedTuple):
+    """A step that the source knows of."""
+
+    progress: Progress
+    samples: int
+
+
+class Upcoming:
+    """Tells the source of samples in the order of steps, as far ahead as its foresight goes.
+
+    samples_of: the samples that this rank reads in the step that follows some progress, int64 (n,).
+    following: the progress after each step from a progress on, up to the end of the job.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        samples_of: Callable[[Progress], np.ndarray],
+        following: Callable[[Progress], Iterator[Progress]],
+    ) -> None:
+        self._source = source
+        self._foresight = foresight(source)
+        self._samples_of = samples_of
+        self._following = following
+        self._told: deque[_Told] = deque()
+        self._samples = 0  # of the steps in it
+        self._steps: Iterator[Progress] = iter(())
+
+    def reads(self, progress: Progress) -> None:
+        """Called before the step that follows `progress` is read: the source knows of it and of those behind it."""
+        if not self._foresight:
+            return
+        anew = not self._told or self._told[0].progress != progress  # the first step, or another one than was expected
+        if anew:
+            self._told.clear()
+            self._samples, self._steps = 0, self._following(progress)
+        self._tell(anew)
+        self._samples -= self._told.popleft().samples
+
+    def forget(self) -> None:
+        """The steps that come may be others: the next one is told anew."""
+        self._told.clear()
+
+    def _tell(self, anew: bool) -> None:
+        for progress in self._steps:
+            samples = self._samples_of(progress)
+            expect(self._source, samples, anew)
+            anew = False
+            self._told.append(_Told(progress, len(samples)))
+            self._samples += len(samples)
+            if self._samples > self._foresight:
+                return
