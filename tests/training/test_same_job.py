@@ -125,6 +125,22 @@ def test_modules_are_digested_as_import_would_find_them(tmp_path: Path, monkeypa
     assert named_modules(config) == ["net:Net", "torch.optim.RMSprop"]
 
 
+def test_a_package_of_pip_install_target_has_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are not compared; those beside it are, and those of a checkout that is installed as editable."""
+    (tmp_path / "target/large").mkdir(parents=True)
+    (tmp_path / "target/large/__init__.py").write_text("from large import part\n")
+    (tmp_path / "target/large/part.py").write_text("")
+    (tmp_path / "target/large_one.py").write_text("")
+    (tmp_path / "target/large-1.0.dist-info").mkdir()
+    (tmp_path / "target/large-1.0.dist-info/RECORD").write_text("large/__init__.py,sha256=a,1\nlarge/part.py,sha256=b,0\nlarge_one.py,,\n")
+    (tmp_path / "checkout/small").mkdir(parents=True)
+    (tmp_path / "checkout/small/__init__.py").write_text("")
+    (tmp_path / "checkout/small.egg-info").mkdir()
+    (tmp_path / "target/mine_of_target.py").write_text("import large, large_one, small\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "target"), str(tmp_path / "checkout"), *sys.path])
+    assert sorted(module_digests(["mine_of_target:Net"])) == ["mine_of_target", "small"]
+
+
 def test_variables_that_change_results() -> None:
     environ = {"PATH": "/bin", "PYTHONHASHSEED": "0", "MY_SEED": "3", "OMP_NUM_THREADS": "2", "JAX_ENABLE_X64": "1"}
     assert variables(environ) == {"PYTHONHASHSEED": "0", "MY_SEED": "3", "JAX_ENABLE_X64": "1"}

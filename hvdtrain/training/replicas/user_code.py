@@ -36,8 +36,8 @@ def named_modules(config: Config) -> list[str]:
 def module_digests(names: Iterable[str]) -> dict[str, str]:
     """import path -> digest of its file, of the modules of `names` (package.module:Class) and of all that their import statements reach.
 
-    Packages that are installed (site-packages) have versions: of them only the named module is digested. A module that is not found is
-    left out: importing it reports it. Imports whose name is computed are not seen.
+    Packages that are installed (site-packages, pip install --target) have versions: of them only the named module is digested. A module
+    that is not found is left out: importing it reports it. Imports whose name is computed are not seen.
     """
     found: dict[str, str] = {}
     waiting = [(module, True) for name in names for module in _parents(_module_of(name))]
@@ -93,7 +93,18 @@ def _file(module: str) -> Path | None:
 def _is_installed(path: Path) -> bool:
     """Whether pip or Python itself brought it."""
     python = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-    return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(path.is_relative_to(folder) for folder in python)
+    if {"site-packages", "dist-packages"} & set(path.parts) or any(path.is_relative_to(folder) for folder in python):
+        return True
+    folders = [Path(entry) for entry in sys.path if entry and path.is_relative_to(entry)]
+    folder = max(folders, key=lambda entry: len(entry.parts), default=None)
+    return folder is not None and path.relative_to(folder).parts[0].removesuffix(".py") in _installed_in(folder)
+
+
+@functools.cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """Packages and modules that `pip install --target` has put into a folder. A checkout that is installed as editable has no RECORD."""
+    records = [record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD")]
+    return frozenset(line.partition("/")[0].partition(",")[0].removesuffix(".py") for record in records for line in record.splitlines())
 
 
 def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
