@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.config.section import Given
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.inputs import Transform
+    from hvdtrain.tasks.several_inputs import Transforms
     from hvdtrain.training.hooks import Hook
     from hvdtrain.training.run_rank import Rank
 
@@ -32,6 +33,15 @@ class Script(NamedTuple):
 
     given: Mapping[str, Given]  # objects, by section
     names: tuple[str, ...]  # model.name= and task.name= of its own code: a run folder alone imports none
+
+
+def _like(found: np.ndarray, given: Any) -> Any:
+    """A tensor on its device where a tensor was given."""
+    if not hasattr(given, "detach"):
+        return found
+    from hvdtrain.tasks.torch import as_tensor
+
+    return as_tensor(found, given)
 
 
 @dataclass(frozen=True)
@@ -49,18 +59,19 @@ class Run:
     steps: int
     seconds: float  # spent, over all its runs
     script: Script | None = field(default=None, repr=False, compare=False)  # what the script gave as objects
-    inputs: Transform | None = field(default=None, repr=False, compare=False)  # what was done to x; None where the task says nothing
+    inputs: Transform | Transforms | None = field(
+        default=None, repr=False, compare=False
+    )  # what was done to x; None: the task says nothing
 
     def transform(self, x: Any) -> Any:
-        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of an array, a tensor of a tensor."""
+        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of an array, a tensor of a tensor.
+
+        Of several inputs a dict of them: model(**run.transform({"image": image, "table": table})).
+        """
         if self.inputs is None:
             raise UserError("the task of this run makes the inputs of its model itself", "run.transform()", "its Part.inputs()")
         found = self.inputs(x)
-        if not hasattr(x, "detach"):
-            return found
-        from hvdtrain.tasks.torch import as_tensor
-
-        return as_tensor(found, x)
+        return {name: _like(of, x[name]) for name, of in found.items()} if isinstance(found, dict) else _like(found, x)
 
     @property
     def weights(self) -> dict[str, np.ndarray]:

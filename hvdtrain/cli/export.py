@@ -23,6 +23,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import transform_of_facts
+from hvdtrain.tasks.several_inputs import Transforms, transforms_of_facts
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
@@ -137,6 +138,8 @@ def _progress(train_state: TrainState) -> str:
 
 def _input(fields: dict[str, str]) -> str:
     """What the model is called with."""
+    if fields.get("inputs", "").startswith("{"):  # of several inputs
+        return "; ".join(f"{name} {of['inputs']}, {of['dtype']} {of['shape']}" for name, of in json.loads(fields["inputs"]).items())
     if "dtype" in fields:  # of numbers that are not images
         of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
         if "mean" not in fields:
@@ -315,7 +318,8 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
         inputs = {"task": f"{data['task']:.200}", "data": json.dumps(data)[:_LONGEST_NAME]}
     if isinstance(data, dict):
         of_x = _inputs(data)
-        inputs = {name: value for name, value in inputs.items() if "dtype" not in of_x or name not in ("mean", "std", "image_shape")} | of_x
+        has_own = "dtype" in of_x or "inputs" in data
+        inputs = {name: value for name, value in inputs.items() if not has_own or name not in ("mean", "std", "image_shape")} | of_x
     train_state = checkpoint.train_state
     progress = {"step": str(train_state.progress.step), "epochs": str(train_state.progress.epochs)}
     if not math.isnan(train_state.last):
@@ -330,12 +334,23 @@ def _inputs(data: dict[str, Any]) -> dict[str, str]:
     if task not in ("classification", "multilabel", "segmentation", "regression") and not (isinstance(task, str) and is_object(task)):
         return {}
     try:
+        if "inputs" in data:
+            return _several_inputs(transforms_of_facts(data))
         transform = transform_of_facts(data)
     except (KeyError, TypeError, ValueError, OverflowError):
         return {}
     of_x = {} if transform.is_of_images else {"dtype": transform.x.dtype, "shape": json.dumps(transform.x.shape)}
     numbers = {"mean": json.dumps(transform.mean.tolist()), "std": json.dumps(transform.std.tolist())}
     return {"inputs": transform.formula, **of_x, **(numbers if transform.is_standardized or transform.is_of_images else {})}
+
+
+def _several_inputs(transforms: Transforms) -> dict[str, str]:
+    """What the model gets of each field, as JSON."""
+    fields = {
+        name: {"inputs": of.formula, "dtype": of.x.dtype, "shape": of.x.shape, "mean": of.mean.tolist(), "std": of.std.tolist()}
+        for name, of in transforms.each.items()
+    }
+    return {"inputs": json.dumps(fields)}
 
 
 def _is_number_or_numbers(value: Any) -> bool:

@@ -49,6 +49,11 @@ class DataConfig(OpenSection):
         "model.weights were trained with: [0.485,0.456,0.406]",
     )
     std: list[float] = Field(default_factory=list, description="deviation of each channel, with data.mean: [0.229,0.224,0.225]")
+    inputs: list[str] = Field(
+        default_factory=list,
+        description="fields of the data that a model of your own gets, by the names of its forward()'s parameters, else as a dict: "
+        "[image,table]; default: those that forward() has required parameters for, or x",
+    )
     class_names: list[str] | None = Field(
         default=None, description="name of each class, by label; default: the data set's own (a job records them in config.yaml)"
     )

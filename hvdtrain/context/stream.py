@@ -61,7 +61,7 @@ class SampleStream:
 
 def checked_source(dataset: object, where: str, config: Config) -> Source:
     """The data set of an own loop, whose integers are checked when they are read. Raises UserError for what is none."""
-    found = as_source(dataset, "the data set", where, config.data.workers)
+    found = as_source(dataset, "the data set", where, config.data.workers, tuple(config.data.inputs))
     return as_declared(found, found.fields)
 
 

@@ -155,6 +155,10 @@ class AroundSource:
     def notes(self) -> tuple[str, ...]:
         return notes_of(self.source)
 
+    @property
+    def nested_inputs(self) -> tuple[str, ...]:
+        return nested_inputs(self.source)
+
 
 _DIGEST_IMAGES = 64
 _DIGEST_VALUES = 2**24  # at most: 0.1 s of large JPEG files
@@ -181,6 +185,7 @@ class NamedArrays:
     values: Mapping[str, int] = field(default_factory=dict)  # Field.values of the integer fields that have a bound
     where: str = ""  # a path or a name, for messages
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
+    nested_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
@@ -380,6 +385,11 @@ def reads_from_memory(source: Source) -> bool:
 def notes_of(source: Source) -> tuple[str, ...]:
     """Lines for the user."""
     return tuple(getattr(source, "notes", ()))
+
+
+def nested_inputs(source: Source) -> tuple[str, ...]:
+    """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs of a model."""
+    return tuple(getattr(source, "nested_inputs", ()))
 
 
 def crops_at_random(source: Source) -> bool:

@@ -169,16 +169,16 @@ def _some(numbers: np.ndarray) -> str:
     return " ".join(shown) + (" ..." if len(numbers) > len(shown) else "")
 
 
-def input_stats(source: Source, standardize: bool | None, users_model: bool) -> ColumnStats:
-    """Statistics of the field x, for a Transform: zeros and ones where the model gets x as the data have it.
+def input_stats(source: Source, standardize: bool | None, users_model: bool, name: str = "x") -> ColumnStats:
+    """Statistics of a field, for a Transform: zeros and ones where the model gets it as the data have it.
 
     None: images are normalized by channel; columns (C,) and single numbers are standardized for models of hvdtrain's, and not for the
     user's own; all else stays as it is. True standardizes numbers of any shape by their last axis; False nothing.
     """
-    x = source.fields["x"]
+    x = source.fields[name]
     wanted = is_image(x) or (len(x.shape) < 2 and not users_model) if standardize is None else standardize
     if wanted:
-        return column_stats(source, "x")
+        return column_stats(source, name)
     columns = x.shape[-1] if is_image(x) else 1
     return ColumnStats(np.zeros(columns), np.ones(columns))
 

@@ -39,6 +39,28 @@ class TorchInputs:
             return (x.to(self._dtype) / self._largest - self._mean) / self._std
         return as_given(x, self._dtype) if self._keeps_integers else x.to(self._dtype)
 
+    def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
+        """x of the batch as the model gets it, by its name."""
+        return {"x": self(batch["x"])}
+
+
+class TorchFields:
+    """Several fields of a batch as the model gets them, by name."""
+
+    def __init__(self, transforms: Mapping[str, Transform], place: Place) -> None:
+        self._each = {name: TorchInputs(transform, place, users_model=True) for name, transform in transforms.items()}
+
+    def named(self, batch: Tensors) -> dict[str, torch.Tensor]:
+        """(n, ...) each"""
+        return {name: inputs(batch[name]) for name, inputs in self._each.items()}
+
+
+class TorchOfFields:
+    """Another part, whose model is called with several fields."""
+
+    def __init__(self, part: Part, fields: TorchFields) -> None:
+        self.inputs, self.each = fields.named, part.each
+
 
 def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Floats in the model's number type, integers as int64; images, whole bytes (n, C, H, W), as they are."""
@@ -228,20 +250,26 @@ class TorchLanguage:
 class TorchFunctions:
     """A loss (outputs, batch) -> (n,)."""
 
-    def __init__(self, loss: Loss, inputs: TorchInputs, place: Place) -> None:
+    def __init__(self, loss: Loss, inputs: TorchInputs | TorchFields, place: Place) -> None:
         self._loss, self._inputs, self._place = loss, inputs, place
         self._of = copy.deepcopy(loss.of).to(place.device, place.dtype) if is_torch_module(loss.of) else loss.of  # type: ignore[attr-defined]
 
-    def inputs(self, batch: Tensors) -> torch.Tensor:
-        return self._inputs(batch["x"])
+    def of_fields(self, fields: TorchFields) -> TorchFunctions:
+        """This loss, of a model that is called with several fields."""
+        return TorchFunctions(self._loss, fields, self._place)
+
+    def inputs(self, batch: Tensors) -> Any:
+        named = self._inputs.named(batch)
+        return named if isinstance(self._inputs, TorchFields) else named["x"]
 
     def batch_for_user(self, batch: Tensors) -> dict[str, torch.Tensor]:
-        """All fields: x as the model gets it, the others by their kind."""
-        fields = {name: as_given(field, self._place.dtype) for name, field in batch.items() if name not in ("x", "w")}
-        return {"x": self.inputs(batch), **fields}
+        """All fields: those of the model as it gets them, the others by their kind."""
+        named = self._inputs.named(batch)
+        others = {name: as_given(field, self._place.dtype) for name, field in batch.items() if name not in named and name != "w"}
+        return {**named, **others}
 
     def each(self, outputs: Any, batch: Tensors, training: bool) -> Each:
-        loss, samples = self._of(outputs, self.batch_for_user(batch)), len(batch["x"])
+        loss, samples = self._of(outputs, self.batch_for_user(batch)), len(next(iter(batch.values())))
         if not isinstance(loss, torch.Tensor) or tuple(loss.shape) != (samples,):
             raise UserError(*_not_of_each(loss, samples))
         terms = {}

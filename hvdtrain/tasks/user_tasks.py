@@ -53,8 +53,9 @@ class OwnLoss:
         return 1 if self.loss.ignore is None else None
 
     def weight(self, batch: Batch) -> int:
-        y = batch["x"] if self.loss.ignore is None else batch["y"]
-        return len(y) if self.loss.ignore is None else int(np.count_nonzero(y != self.loss.ignore))
+        if self.loss.ignore is None:
+            return len(next(iter(batch.values())))
+        return int(np.count_nonzero(batch["y"] != self.loss.ignore))
 
     @property
     def transform(self) -> Transform:

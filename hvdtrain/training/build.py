@@ -23,7 +23,9 @@ from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import classes_of, without_statistics
 from hvdtrain.tasks.inputs import Transform, transform_of, with_stats
+from hvdtrain.tasks.several_inputs import Transforms, restore_inputs, several_inputs, transforms_of
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
+from hvdtrain.training.model_inputs import X, input_names
 
 
 def engine_of(config: Config, place: Placement) -> EngineChoice:
@@ -69,19 +71,31 @@ def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
 def build_task(train: Source, val: Source, config: Config) -> Task:
     """The task that task.name means, of both sets. Raises UserError where they do not fit it, or each other, and for wrong options."""
     name, where = config.task.name, config.where("task.name")
-    train = with_stats(train, config.data, config.task.options.get("standardize"))
-    if not plugins.is_dotted(name):
-        build = plugins.load("tasks", name, where).build
-        task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
-    else:
-        task = _build_own(config, train, val)
-    if config.data.mean and transform_of(task) is None:
+    standardize = config.task.options.get("standardize")
+    train = with_stats(train, config.data, standardize)
+    names = input_names(config, train)
+    if names == X:
+        task = _build(config, train, val)
+    else:  # the task itself leaves its x as it is
+        as_it_is = config.replace(task=config.task.with_options(standardize=False))
+        task = several_inputs(lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where)
+    if config.data.mean and transform_of(task) is None and "x" not in names:
         what = f"task.name={name} says nothing of what is done to x: data.mean and data.std would have no effect"
         raise UserError(what, config.where("data.mean"), "leave them out, and let the task's Part.inputs() do it")
     given = config.task.given
     if given is not None and given.name is None:  # metrics alone
         task = given.make(task, train)
     check_task(config, task)
+    return task
+
+
+def _build(config: Config, train: Source, val: Source) -> Task:
+    """The task of sources with one x."""
+    name, where = config.task.name, config.where("task.name")
+    if plugins.is_dotted(name):
+        return _build_own(config, train, val)
+    build = plugins.load("tasks", name, where).build
+    task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
     return task
 
 
@@ -147,25 +161,28 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     """
     name, where = config.task.name, config.where("task.name")
     if not plugins.is_dotted(name):
-        restore = plugins.load("tasks", name, where).restore
-    else:
-        build = plugins.own_function(config.task)
-        restore = getattr(build, "restore", None) or getattr(sys.modules[build.__module__], "restore", None)
-        if restore is None:
-            what = f"neither {name} nor its module has a restore(facts)"
-            raise UserError(what, where, "define it: it gives the task again that has these facts()")
+        return restore_inputs(facts, plugins.load("tasks", name, where).restore)
+    build = plugins.own_function(config.task)
+    restore = getattr(build, "restore", None) or getattr(sys.modules[build.__module__], "restore", None)
+    if restore is None:
+        what = f"neither {name} nor its module has a restore(facts)"
+        raise UserError(what, where, "define it: it gives the task again that has these facts()")
     task: Task = restore(facts)
     return task
 
 
-def job_transform(task: Task, config: Config) -> Transform | None:
-    """What a job does to x, as its model gets it; None of a task that says nothing about it."""
-    found = transform_of(task)
-    if found is None:
-        return None
+def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
+    """What a job does to x, or to each of several inputs, as its model gets it; None of a task that says nothing about it."""
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
-    keeps_integers = is_users_model(config.model)
-    return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=config.framework in ("jax", "keras"))
+    keeps_integers, channels_last = is_users_model(config.model), config.framework in ("jax", "keras")
+
+    def in_job(found: Transform) -> Transform:
+        return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=channels_last)
+
+    found, several = transform_of(task), transforms_of(task)
+    if several is not None:
+        return several.changed(in_job)
+    return None if found is None else in_job(found)
 
 
 def planned_task(config: Config, source: Source) -> Task:

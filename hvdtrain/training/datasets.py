@@ -38,6 +38,7 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
 from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle
+from hvdtrain.training.model_inputs import names_to_keep, notes_on_fields
 from hvdtrain.training.sample_weights import checked_weights, read_weights
 
 # Task.facts() of images, by the name that a message gives them
@@ -218,7 +219,7 @@ def _open_own(config: Config, split: Split) -> Source:
     if config.data.stage is not None:
         raise UserError("data.stage copies the files of hvdtrain's own data sets", config.where("data.stage"), "leave it out")
     found = plugins.call_own(config.data, {"name": config.data.name, "root": _root(config), "split": split})
-    return as_source(found, f"{config.data.name}, {split}", where, config.data.workers)
+    return as_source(found, f"{config.data.name}, {split}", where, config.data.workers, names_to_keep(config))
 
 
 def unstaged(config: Config) -> Config:
@@ -294,6 +295,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
     train, val, task, _ = datasets
     lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source))) + _notes_on_blocks(config, train)
+    lines += notes_on_fields(config, train, task.fields)
     if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
         lines.append(
             "data.val_share takes of all samples alike, not of each class: labels are read with the samples (`targets` would have them)"

@@ -22,6 +22,7 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.batch import Growth
 from hvdtrain.tasks.inputs import Transform
+from hvdtrain.tasks.several_inputs import Transforms
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes, recipe_of
@@ -54,7 +55,7 @@ class JobResult(NamedTuple):
     run: Path  # as rank 0 knows it
     reason: str
     train_state: TrainState
-    transform: Transform | None = None  # what was done to x
+    transform: Transform | Transforms | None = None  # what was done to x, or to each input
 
 
 def train_job(

@@ -21,6 +21,7 @@ from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import Transform, is_image, transform_of
+from hvdtrain.tasks.several_inputs import input_fields
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
@@ -122,9 +123,8 @@ class OnlyInputs:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """x, or of a task without it all fields: tokens."""
-        fields = dict(self.task.fields)
-        return {"x": fields["x"]} if "x" in fields else fields
+        """The inputs of the model."""
+        return input_fields(self.task)
 
     @property
     def sizes(self) -> Mapping[str, Any]:
@@ -227,7 +227,7 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
         given = {field: given[field] for field in given if field == only} or given
     if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
-    return AskedSource(as_source(given, name, where, workers), fields, where)
+    return AskedSource(as_source(given, name, where, workers, () if "x" in fields else tuple(fields)), fields, where)
 
 
 def _whole_windows(tokens: Any, length: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -14,8 +14,9 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
+from hvdtrain.tasks.several_inputs import restore_inputs, transforms_of, with_several_inputs
 from hvdtrain.tasks.task import Task, is_users_model
-from hvdtrain.tasks.user_tasks import Measured, OwnLoss, with_inputs_of, without_loss
+from hvdtrain.tasks.user_tasks import Measured, with_inputs_of, without_loss
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import digests, unstaged
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
@@ -79,11 +80,15 @@ def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
         return OnlyInputs(restore_task(config, of_checkpoint))
     if is_object(name):
         outputs = config.task.options.get("outputs")
-        return OnlyInputs(without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None))
+        return OnlyInputs(_without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None))
     if plugins.is_dotted(name):
         what = f"the run has task.name={short(name)}, which is code of its own"
         raise UserError(what, config.where("task.name"), f"if you trust it, add the argument task.name={short(name)}")
-    return OnlyInputs(plugins.load("tasks", name, config.where("task.name")).restore(of_checkpoint))
+    return OnlyInputs(restore_inputs(of_checkpoint, plugins.load("tasks", name, config.where("task.name")).restore))
+
+
+def _without_loss(of_checkpoint: dict[str, Any], outputs: int | None) -> Task:
+    return restore_inputs(of_checkpoint, lambda facts: cast("Task", without_loss(facts, outputs)))
 
 
 def _task_of_script(config: Config, of_checkpoint: dict[str, Any], asked: Callable[[Task], Source]) -> Task:
@@ -95,13 +100,22 @@ def _task_of_script(config: Config, of_checkpoint: dict[str, Any], asked: Callab
         task = restore_task(config, of_checkpoint)
         measured: Task = given.make(task, asked(task))
         return measured
-    source = asked(without_loss(of_checkpoint, None))
-    known = {"name": config.task.name, "train": source, "val": source, "users_model": is_users_model(config.model)}
-    own: OwnLoss | Measured = plugins.call_own(config.task, known)
+    task = _without_loss(of_checkpoint, None)
+    source = asked(task)
+    if transforms_of(task) is not None:
+        return with_several_inputs(lambda one: _of_script(config, one), source, of_checkpoint)
+    own = _of_script(config, source)
     if isinstance(own, Measured):
         own.task = with_inputs_of(own.task, of_checkpoint)  # type: ignore[arg-type]
-        return own
-    return with_inputs_of(own, of_checkpoint)
+        return cast("Task", own)
+    found: Task = with_inputs_of(own, of_checkpoint)
+    return found
+
+
+def _of_script(config: Config, source: Source) -> Any:
+    """OwnLoss, or Measured of one."""
+    known = {"name": config.task.name, "train": source, "val": source, "users_model": is_users_model(config.model)}
+    return plugins.call_own(config.task, known)
 
 
 def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:

@@ -54,11 +54,12 @@ def make_views(config: Config, fields: Mapping[str, Field]) -> Views:
     count = config.evaluate.views
     if count == 1:
         return Views()
-    x = fields["x"]
+    x = fields.get("x", Field("none", ()))
     is_image = len(x.shape) == 3
     axes = (1, 2) if x.dtype == "uint8" else (2, 3)
     if not is_image or min(x.shape[axis - 1] for axis in axes) < 2:
-        what = f"evaluate.views={count} is of images of 2 x 2 pixels or more; the data have x {x}"
+        found = f"x {x}" if "x" in fields else f"no field x but {', '.join(fields)}"
+        what = f"evaluate.views={count} is of images of 2 x 2 pixels or more; the data have {found}"
         raise UserError(what, config.where("evaluate.views"), "evaluate.views=1, or data of images")
     return Views(VIEWS[count], axes)
 

@@ -21,8 +21,23 @@ def is_array(value: object) -> bool:
     return hasattr(value, "shape") and (hasattr(value, "__array__") or hasattr(value, "to_numpy")) and not isinstance(value, np.generic)
 
 
-def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
-    """The source of arrays by field. Images x with labels y are a data set of images and classes.
+def flat_fields(given: Mapping[Any, Any], name: str, where: str) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+    """{"x": {"image": ..., "table": ...}, "y": ...} without the inner dict, and the names that it has; anything else as it is.
+
+    Raises UserError where two fields have one name.
+    """
+    inner = given.get("x")
+    if not isinstance(inner, Mapping) or not inner:
+        return given, ()
+    others = {field: value for field, value in given.items() if field != "x"}
+    both = [field for field in inner if field in others]
+    if both:
+        raise UserError(f"{name} has {both[0]} inside of x and beside it", where, "another name for one of them")
+    return {**inner, **others}, tuple(inner)
+
+
+def from_arrays(given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()) -> Source:
+    """The source of arrays by field. Images x with labels y are a data set of images and classes. inputs: fields that were inside of x.
 
     Raises UserError where they are not numbers, or not of the same samples.
     """
@@ -37,7 +52,14 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
                 return NamedArrays({"x": images, "y": y}, where=name)
             source = ArraySource(images, y, int(y.max()) + 1, name)
             return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, None)
-    return NamedArrays(arrays, where=name)
+    arrays = {field: array if field in ("x", "y") else _channels_last(array) for field, array in arrays.items()}
+    return NamedArrays(arrays, where=name, nested_inputs=inputs)
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    """Images (n, C, H, W) as (n, H, W, C); anything else as it is."""
+    is_turned = array.dtype == np.uint8 and has_channels_first(array.shape[1:])
+    return array.transpose(0, 2, 3, 1) if is_turned else array
 
 
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:

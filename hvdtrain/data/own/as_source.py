@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import columns_of_frame, columns_of_hugging_face, from_arrays, is_array, is_read_by_row, read_safetensors
+from hvdtrain.data.own.arrays import (
+    columns_of_frame,
+    columns_of_hugging_face,
+    flat_fields,
+    from_arrays,
+    is_array,
+    is_read_by_row,
+    read_safetensors,
+)
 from hvdtrain.data.own.dataset import DatasetSource, from_dataset
 from hvdtrain.data.source import AroundSource, Field, LabelledImages, NamedArrays, Source, check_numbers, known_labels, read_in_epochs
 from hvdtrain.data.subset import Subset
@@ -29,20 +37,20 @@ _INDEX = "a Dataset with __len__ and __getitem__, an index of where each sample 
 _SOURCE = ("fields", "read", "digests", "identity", "__len__")
 
 
-def as_source(given: object, name: str, where: str, workers: int | None = None) -> Source:
+def as_source(given: object, name: str, where: str, workers: int | None = None, kept: tuple[str, ...] = ()) -> Source:
     """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md), or of a class of the user's own.
 
     name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them. workers: processes that read a
-    torch Dataset; None: those of its DataLoader, else none.
+    torch Dataset; None: those of its DataLoader, else none. kept: names of fields that stay in place of x and y: image, label.
     Raises UserError for anything else, and where the data are not as they have to be.
     """
-    source = _as_source(given, name, where, workers)
+    source = _as_source(given, name, where, workers, kept)
     if not len(source):
         raise UserError(f"{name} has no samples", where, "data with one sample or more")
     return source
 
 
-def _as_source(given: object, name: str, where: str, workers: int | None) -> Source:
+def _as_source(given: object, name: str, where: str, workers: int | None, kept: tuple[str, ...]) -> Source:
     if isinstance(given, (str, Path)):
         given = read_safetensors(Path(given).expanduser(), name, where)
     elif _is_a(given, "pandas", "DataFrame"):
@@ -51,14 +59,17 @@ def _as_source(given: object, name: str, where: str, workers: int | None) -> Sou
         given = columns_of_hugging_face(given, name, where)
     elif _is_a(given, "torch", "TensorDataset"):
         given = _tensors(cast("Any", given).tensors, name, where)
-    elif isinstance(given, (tuple, list)) and len(given) == 2 and all(is_array(value) for value in given):
+    elif _is_pair(given):
         given = {"x": given[0], "y": given[1]}
+    inputs: tuple[str, ...] = ()
+    if isinstance(given, Mapping):
+        given, inputs = flat_fields(given, name, where)
     _refuse_lists(given, name, where)
     if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
         if workers:
             what = f"data.workers={workers} are processes that read a torch Dataset; {name} is arrays, which need none"
             raise UserError(what, where, "leave data.workers out")
-        return from_arrays(given, name, where)
+        return from_arrays(given, name, where, inputs)
     if all(hasattr(given, member) for member in _SOURCE):
         return _checked(cast("Source", given), name)
     dataset, collate, loader = _parts(given)
@@ -67,7 +78,7 @@ def _as_source(given: object, name: str, where: str, workers: int | None) -> Sou
     _refuse_iterable(dataset, name, where)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, (Mapping, np.ndarray)):
         raise UserError(f"{name} is {_described(given)}", where, _GIVE)
-    return from_dataset(dataset, collate, loader, name, where, workers)
+    return from_dataset(dataset, collate, loader, name, where, workers, kept)
 
 
 def _checked(source: Source, name: str) -> Source:
@@ -76,6 +87,13 @@ def _checked(source: Source, name: str) -> Source:
         check_numbers("y", source.labels(), source.fields["y"], name)
         return source
     return source if isinstance(source, NamedArrays) else CheckedSource(source, name)
+
+
+def _is_pair(given: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is (x, y) of all samples: arrays, or a dict of them and an array."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not is_array(given[1]):
+        return False
+    return is_array(given[0]) or (isinstance(given, tuple) and isinstance(given[0], Mapping))
 
 
 def _parts(given: object) -> tuple[object, Any, Any]:
@@ -206,7 +224,7 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     arrays = {name: array.astype(declared[name].dtype, copy=False) if name in declared else array for name, array in source.arrays.items()}
     values = {**source.values, **{name: kind.values for name, kind in declared.items()}}
     ignored = {name: kind.ignored for name, kind in declared.items() if kind.ignored is not None}
-    return NamedArrays(arrays, values, source.where, ignored)
+    return NamedArrays(arrays, values, source.where, ignored, source.nested_inputs)
 
 
 def where_of(source: Source) -> str:

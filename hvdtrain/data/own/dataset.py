@@ -41,6 +41,11 @@ class DatasetSource:
         return self._pool is None
 
     @property
+    def nested_inputs(self) -> tuple[str, ...]:
+        """The fields that a sample has inside of x."""
+        return self._samples.nested_inputs
+
+    @property
     def where(self) -> str:
         """Its name, and the line that gives a sample."""
         return self._samples.where
@@ -83,8 +88,10 @@ class DatasetSource:
             return self._samples.read(indices, seeds)
 
 
-def from_dataset(dataset: Any, collate: Any, loader: Any, name: str, where: str, workers: int | None) -> DatasetSource:
-    """The source of a map-style Dataset, of which the first sample is read.
+def from_dataset(
+    dataset: Any, collate: Any, loader: Any, name: str, where: str, workers: int | None, kept: tuple[str, ...] = ()
+) -> DatasetSource:
+    """The source of a map-style Dataset, of which the first sample is read. kept: names of fields that stay in place of x and y.
 
     Raises UserError where it cannot be read, a sample read again is another one, or worker processes cannot have it.
     """
@@ -97,7 +104,7 @@ def from_dataset(dataset: Any, collate: Any, loader: Any, name: str, where: str,
     seeds = evaluation_seeds(np.arange(len(dataset) if hasattr(dataset, "__len__") else 1)[:1])
     whole, labels = (labels_of(dataset, whole) for whole in (True, False))
     with random_state_kept():
-        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where)
+        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where, kept)
         _check_repeats(samples, where)
     known = labels if labels is not None and len(labels) == samples.samples else None
     return DatasetSource(samples, workers or 0, tuple(notes), known)

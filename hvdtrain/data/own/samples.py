@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
-from hvdtrain.data.own.arrays import TARGETS, has_channels_first, is_array, to_numpy
+from hvdtrain.data.own.arrays import TARGETS, flat_fields, has_channels_first, is_array, to_numpy
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line, short
 
@@ -35,6 +35,8 @@ class Samples:
     samples: int
     fields: Mapping[str, Field]
     name: str  # for messages
+    kept: tuple[str, ...] = ()  # names of fields that stay in place of x and y
+    nested_inputs: tuple[str, ...] = ()  # fields that a sample has inside of x
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples in fresh arrays; the generators of this process are left as the last of them left them."""
@@ -60,19 +62,24 @@ class Samples:
 
     def sample(self, index: int, seed: int) -> dict[str, np.ndarray]:
         """One sample, as its Dataset gives it with this random state."""
+        return self.sample_and_inputs(index, seed)[0]
+
+    def sample_and_inputs(self, index: int, seed: int) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+        """sample(), and the names of what it has inside of x."""
         set_random_state(seed)
         what = f"sample {index} of {self.name}"
         try:
             item = self.dataset[index]
             if self.collate is None:
-                return _fields_of(item, what, self._where())
+                return _fields_of(item, what, self._where(), self.kept)
             collated = self.collate([item])
         except (UserError, MemoryError):
             raise
         except Exception as error:
             fix = "correct it there, or leave the sample out of the data set"
             raise UserError(f"{what}: {type(error).__name__}: {first_line(error)}", own_line(error), fix) from error
-        return self._first_rows(_fields_of(collated, what, self._where()), what)
+        batch, inputs = _fields_of(collated, what, self._where(), self.kept)
+        return self._first_rows(batch, what), inputs
 
     def _first_rows(self, batch: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
         wrong = next((name for name, array in batch.items() if array.shape[:1] != (1,)), None)
@@ -109,7 +116,7 @@ class Samples:
         return defined_at(self.collate or type(self.dataset).__getitem__)
 
 
-def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, seed: int, where: str) -> Samples:
+def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, seed: int, where: str, kept: tuple[str, ...] = ()) -> Samples:
     """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
 
     Raises UserError where it has none, or it cannot be read.
@@ -120,19 +127,20 @@ def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, see
         raise UserError(f"len() of {name}: {type(error).__name__}: {first_line(error)}", own_line(error), "correct it there") from error
     if not samples:
         raise UserError(f"{name} has no samples", where, "a Dataset with one sample or more")
-    bare = Samples(dataset, collate, samples, {}, name)
-    first = bare.sample(0, seed)
+    bare = Samples(dataset, collate, samples, {}, name, kept)
+    first, inputs = bare.sample_and_inputs(0, seed)
     fields = {
         field: Field(str(array.dtype), array.shape, values.get(field, 0) if array.dtype.kind in "iu" else 0)
         for field, array in first.items()
     }
-    return dataclasses.replace(bare, fields=fields)
+    return dataclasses.replace(bare, fields=fields, nested_inputs=inputs)
 
 
-def _fields_of(item: Any, what: str, where: str) -> dict[str, np.ndarray]:
-    """{name: array} of a dict, of a pair (x, y), or of x alone."""
+def _fields_of(item: Any, what: str, where: str, kept: tuple[str, ...]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """{name: array} of a dict, of a pair (x, y), or of x alone, where x may be a dict too; and the names inside of x."""
+    names: Mapping[Any, Any]
     if isinstance(item, Mapping):
-        names = {_name(key, item): value for key, value in item.items()}
+        names = {key if key in kept else _name(key, item): value for key, value in item.items()}
     elif hasattr(item, "_fields"):
         names = item._asdict()
     elif isinstance(item, (tuple, list)) and not _is_numbers(item):
@@ -143,10 +151,11 @@ def _fields_of(item: Any, what: str, where: str) -> dict[str, np.ndarray]:
         names = dict(zip(("x", "y"), item, strict=False))
     else:
         names = {"x": item}
+    names, inputs = flat_fields(names, what, where)
     wrong = next((name for name in names if not isinstance(name, str) or not name.isidentifier()), None)
     if not names or wrong is not None:
         raise UserError(f"{what} has a field named {wrong!r}", where, "names of fields are words: x, y, tokens")
-    return {name: _array(name, value, what, where) for name, value in names.items()}
+    return {name: _array(name, value, what, where) for name, value in names.items()}, inputs
 
 
 def _name(key: Any, item: Mapping[Any, Any]) -> Any:
@@ -180,7 +189,7 @@ def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
         return array.astype(np.int64)
     if name == "x" and array.dtype == np.uint8 and array.ndim == 2:
         return array[..., None]
-    if name == "x" and array.dtype == np.uint8 and has_channels_first(array.shape):
+    if name != "y" and array.dtype == np.uint8 and has_channels_first(array.shape):
         return array.transpose(1, 2, 0)
     return array
 

@@ -16,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
+from hvdtrain.frameworks.torch.call import Called
 from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import example, normed_model
@@ -59,7 +60,7 @@ class Making(NamedTuple):
     planned: frozenset[Feature] | None = None  # the features of an engine: tensors have no numbers then, and no rank is connected
     given: Given | None = None
 
-    def example(self, count: int = 2) -> torch.Tensor:
+    def example(self, count: int = 2) -> Called:
         """What the model is called with for `count` samples: of zeros, or those that a script has given."""
         if self.given is not None:
             return self.given.example(count, self.config)

@@ -13,6 +13,7 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.communicators import timed
@@ -88,7 +89,7 @@ class DenseUpdates(Passes):
 
         Leaves in all other parameters the gradient of the sum of own losses / weight of the global batch.
         """
-        x, sums = self._forward.inputs_of(batch), zero_sums(self._forward.task.sums)
+        x, sums = only_one(self._forward.inputs_of(batch)), zero_sums(self._forward.task.sums)
         self._bad = torch.zeros((), dtype=torch.bool, device=x.device)
         shards = [self._strategy.shard(p) for p in self._dense]
         update = Update(self._config, optimizer, self._strategy, shards, self._scale, lambda: None, lambda optimizer: optimizer.step())

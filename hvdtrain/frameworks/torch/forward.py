@@ -13,6 +13,7 @@ from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.data.images.views import Views
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import sampling_numbers
+from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import SplitLogits, whole_logits
@@ -36,11 +37,11 @@ class TrainingModel(torch.nn.Module):
         super().__init__()
         self.model, self._when_empty = model, when_empty
 
-    def forward(self, x: torch.Tensor) -> Any:
-        if len(x) or self._when_empty == "call":
-            return self.model(x)
+    def forward(self, inputs: Called) -> Any:
+        if len(any_of(inputs)) or self._when_empty == "call":
+            return call(self.model, inputs)
         if self._when_empty == "call with zeros":
-            return call_with_zeros(self.model, x)
+            return call_with_zeros(self.model, inputs)
         return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
 
 
@@ -54,10 +55,10 @@ def first_of(outputs: Any) -> Any:
     return outputs
 
 
-def call_with_zeros(model: torch.nn.Module, x: torch.Tensor) -> Any:
-    """The outputs (0, ...) for x (0, ...); the model's buffers stay as they are."""
+def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
+    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are."""
     with copied_buffers(model):
-        outputs = model(x.new_zeros(2, *x.shape[1:]))
+        outputs = call(model, each_of(inputs, lambda x: x.new_zeros(2, *x.shape[1:])))
     if isinstance(outputs, SplitLogits):
         return outputs.local.sum() * 0.0
     return rows_of(outputs, slice(0))
@@ -115,10 +116,10 @@ class Forward:
         self._when_empty, self._views = when_empty, views
         self.inputs, self.precision, self.task, self._part = inputs, precision, task, part
 
-    def inputs_of(self, batch: DeviceBatch) -> torch.Tensor:
+    def inputs_of(self, batch: DeviceBatch) -> Called:
         """(n, ...) what the model is called with."""
-        x: torch.Tensor = self._part.inputs(self.inputs.arrays(batch))
-        return x
+        inputs: Called = self._part.inputs(self.inputs.arrays(batch))
+        return inputs
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
         """Losses of the model's outputs for a batch with samples, whose labels may still be on their way to the device: it waits for them.
@@ -130,9 +131,9 @@ class Forward:
 
     def train(self, batch: DeviceBatch) -> Losses:
         """Losses of samples that are learned from; the model is in training mode."""
-        x = self.inputs_of(batch)
-        with self.precision.autocast(x.device), _with_enough_samples(len(x)):
-            outputs = self._training(x)
+        inputs = self.inputs_of(batch)
+        with self.precision.autocast(self.inputs.device), _with_enough_samples(len(batch)):
+            outputs = self._training(inputs)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))
         return self._losses(in_type(outputs, self.precision.weights), batch, training=True)
@@ -149,15 +150,16 @@ class Forward:
         return Evaluated(outputs, self._losses(outputs, batch, training=False).sums)
 
     def _evaluated(self, arrays: Mapping[str, torch.Tensor]) -> Any:
-        """The model's outputs; of no samples its inputs, after what the collectives of the others wait for."""
-        x = self._part.inputs(arrays)
+        """The model's outputs; of no samples an input, after what the collectives of the others wait for."""
+        inputs = self._part.inputs(arrays)
+        x = any_of(inputs)
         with self.precision.autocast(x.device):
             if len(x):
-                outputs = self._evaluation(x)
+                outputs = call(self._evaluation, inputs)
             elif self._when_empty == "call with zeros":
-                call_with_zeros(self._evaluation, x)
+                call_with_zeros(self._evaluation, inputs)
             elif self._when_empty == "call":
-                self._evaluation(x)
+                call(self._evaluation, inputs)
         return in_type(outputs, self.precision.weights) if len(x) else x
 
     def _losses(self, outputs: Any, batch: DeviceBatch, training: bool) -> Losses:

@@ -18,6 +18,7 @@ from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.forward import Evaluated
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
@@ -63,7 +64,7 @@ class Layers(Arrangement):
     def _cut_layers(self, plan: Any) -> None:
         making, model, where = self.making, self.model, self.making.config.where("parallel.tensor")
         has_numbers = making.planned is None
-        x = not_zeros(making.example()) if has_numbers else None
+        x = not_zeros(only_one(making.example())) if has_numbers else None
         expected = outputs_of(model, x) if x is not None else None
         order: SameOrder = order_of_layers(making.config, making.mesh, making.device)
         self._cuts = cut_model(model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order)
@@ -78,19 +79,19 @@ class Layers(Arrangement):
         """The first unit of each stage. A collective."""
         making, config = self.making, self.making.config
         if making.planned is not None:
-            return planned_first_units(self.model, config, making.example())
+            return planned_first_units(self.model, config, only_one(making.example()))
         if making.given is not None:
             x = making.given.example(None, config)
         else:
-            x = making.example(samples_of_pass(config, making.mesh.data.size))
+            x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
         autocast, world = making.precision.autocast, making.mesh.world
-        return first_units(self.model, config, making.example(), lambda units: agreed_seconds(units, x, autocast, world))
+        return first_units(self.model, config, only_one(making.example()), lambda units: agreed_seconds(units, x, autocast, world))
 
     def _in_stages(self, first: list[int]) -> Pipelined:
         making = self.making
         if making.planned is not None:
             pipe: Any = making.mesh.pipe
-            pipe.messages.update(planned_forms(self.model, first, making.example(), making.precision.autocast))
+            pipe.messages.update(planned_forms(self.model, first, only_one(making.example()), making.precision.autocast))
         return Pipelined(self.model, first, making.mesh.pipe, making.config, making.precision.autocast, making.device)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
@@ -125,8 +126,11 @@ class PipelinePasses(Passes):
             sums = add_sums(sums, losses.sums)
             return self._scaled(losses, divisor)
 
-        self._pipelined.train(micro, self._forward.inputs_of, loss, self._stopwatch.enter)
+        self._pipelined.train(micro, self._input_of, loss, self._stopwatch.enter)
         return sums
+
+    def _input_of(self, batch: DeviceBatch) -> torch.Tensor:
+        return only_one(self._forward.inputs_of(batch))
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         sums = zero_sums(self._forward.task.sums)
@@ -135,7 +139,7 @@ class PipelinePasses(Passes):
             nonlocal sums
             sums = add_sums(sums, self._forward.losses(outputs, part, training=False).sums)
 
-        self._pipelined.evaluate(split_batch(batch, 2 * self._mesh.pipe.size), self._forward.inputs_of, add)
+        self._pipelined.evaluate(split_batch(batch, 2 * self._mesh.pipe.size), self._input_of, add)
         return sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
@@ -170,12 +174,12 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
     check_outputs(model, config, task, like)
     where = config.where("parallel.pipeline")
     units = units_of(model, where)
-    refuse_changed_buffers(model, example(2, config, task, like), where)
-    operations = operations_of(units, model, example(samples, config, task, like), where)
+    refuse_changed_buffers(model, only_one(example(2, config, task, like)), where)
+    operations = operations_of(units, model, only_one(example(samples, config, task, like)), where)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, threads // config.parallel.ranks))
     try:
-        seconds = own_seconds(units, example(samples, config, task, like), precision.autocast)
+        seconds = own_seconds(units, only_one(example(samples, config, task, like)), precision.autocast)
     finally:
         torch.set_num_threads(threads)
     return [UnitCost(unit.name, flops, each) for unit, flops, each in zip(units, operations, seconds, strict=True)]

@@ -13,6 +13,7 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
+from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.model import checked_model, example
 from hvdtrain.frameworks.torch.parallel.communicators import PlannedCommunicator
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
@@ -46,7 +47,7 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
     """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
     parallel = config.parallel
     model, like = checked_model(config, task), torch.empty(0)
-    layers = _layers(model, example(2, config, task, like))
+    layers = _layers(model, only_one(example(2, config, task, like)))
     stage_of, between = _stages(model, config, task)
     cuts = _tensor_cuts(model, config, layers) | _dense_cuts(model, config, ranks, layers)
     readers = ranks // parallel.ranks
@@ -136,7 +137,7 @@ def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int
     if config.parallel.pipeline == 1:
         return {}, ""
     like = torch.empty(0)
-    units, x = units_of(model, config.where("parallel.pipeline")), example(2, config, task, like)
+    units, x = units_of(model, config.where("parallel.pipeline")), only_one(example(2, config, task, like))
     first = first_units(model, config, x, seconds_of=None)
     stage_of: dict[nn.Parameter, int] = {}
     for number, unit in enumerate(units):
@@ -144,7 +145,7 @@ def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int
         for module in unit.modules:
             for p in module.parameters():
                 stage_of.setdefault(p, stage)
-    x = example(2, config, task, like)
+    x = only_one(example(2, config, task, like))
     with torch.no_grad():
         for unit in units[: first[1]]:
             x = unit.call(x)

@@ -28,6 +28,7 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with
 from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited, gather, global_weight
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.device import compile_summary, describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, TrainingModel, continue_sequences, first_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
@@ -173,11 +174,11 @@ class TorchLearner(Learner):
     def trains_one_sample(self) -> bool:
         if not self.strategy.calls_model or not any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             return True
-        x = self.forward.inputs_of(self.forward.inputs.zeros(1))
+        inputs = self.forward.inputs_of(self.forward.inputs.zeros(1))
         try:
             autocast = self.forward.precision.autocast(self.device)
             with torch.random.fork_rng(devices=[]), torch.no_grad(), copied_buffers(self.model), autocast:
-                self.model.train()(x)
+                call(self.model.train(), inputs)
         except ValueError as error:
             return ONE_VALUE not in f"{error}"
         return True

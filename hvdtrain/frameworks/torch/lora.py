@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.frameworks.torch.call import Called, call
 
 
 class LoraLinear(nn.Linear):
@@ -56,15 +57,15 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
     layer.lora_scale, layer.lora_dropout = config.lora_scale, config.lora_dropout
 
 
-def check_calls(model: nn.Module, x: torch.Tensor, config: ModelConfig) -> None:
-    """Raises UserError where a forward pass of x takes the weight of an adapted layer without calling the layer."""
+def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:
+    """Raises UserError where a forward pass takes the weight of an adapted layer without calling the layer."""
     waiting = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in waiting.values()]
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(x)
+            call(model.eval(), inputs)
     finally:
         model.train(training)
         for hook in hooks:

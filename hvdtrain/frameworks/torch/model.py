@@ -23,6 +23,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
+from hvdtrain.frameworks.torch.call import Called, call, shapes_of
 from hvdtrain.frameworks.torch.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
@@ -129,20 +130,20 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         batch = zeros(count, task, first)
         inputs = part.inputs(batch)
-        kind = "images" if inputs.ndim == 4 else "inputs"
+        kind = "images" if isinstance(inputs, torch.Tensor) and inputs.ndim == 4 else "inputs"
         try:
             with torch.no_grad():
-                outputs = model.eval()(inputs)
+                outputs = call(model.eval(), inputs)
         except UserError:
             raise
         except Exception as error:
-            what = f"the model fails for {kind} {tuple(inputs.shape)}: {type(error).__name__}: {error}"
+            what = f"the model fails for {kind} {shapes_of(inputs)}: {type(error).__name__}: {error}"
             fix = f"the model gets {_sizes(inputs)}" if count else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
             raise UserError(what, f"{where}; {own_line(error)}", fix) from error
         found = first_of(whole_logits(outputs))  # a loss of the user's own may take several
         if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            what = f"for {kind} {tuple(inputs.shape)} the model gives {shape}, not {task.outputs(count)}"
+            what = f"for {kind} {shapes_of(inputs)} the model gives {shape}, not {task.outputs(count)}"
             raise UserError(what, where, f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}")
         if first.device.type != "meta":  # shapes() has no numbers
             _check_loss(part, outputs, batch, config, task)
@@ -157,7 +158,7 @@ def _check_functions(model: torch.nn.Module, part: Part, task: OwnLoss | Measure
         tensor = torch.from_numpy(task.examples[name]).to(like.device)
         batch[name] = tensor.permute(0, 3, 1, 2) if field.dtype == "uint8" and len(field.shape) == 3 else tensor
     with torch.no_grad():
-        check_alone(part, model.eval()(part.inputs(batch)), batch)
+        check_alone(part, call(model.eval(), part.inputs(batch)), batch)
 
 
 def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task) -> None:
@@ -175,8 +176,13 @@ def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config
         raise UserError(f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example")
 
 
-def _sizes(inputs: torch.Tensor) -> str:
+def _sizes(inputs: Called) -> str:
     """(n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is (n, 64)"""
+    if not isinstance(inputs, torch.Tensor):
+        return ", ".join(
+            f"{name} {str(each.dtype).removeprefix('torch.')} (n{''.join(f', {size}' for size in each.shape[1:])})"
+            for name, each in inputs.items()
+        )
     sizes = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
     if inputs.dtype == torch.int64:
         return f"{sizes} of int64, as the data have them; for floats x.float() in forward(), floats in the data, or task.standardize=true"
@@ -186,9 +192,9 @@ def _sizes(inputs: torch.Tensor) -> str:
     return f"{sizes}: n images of {channels} channels and {height}x{width} pixels; x.flatten(1) is (n, {channels * height * width})"
 
 
-def example(count: int, config: Config, task: Task, like: torch.Tensor) -> torch.Tensor:
+def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Called:
     """What the model is called with for `count` samples of zeros, on the device and in the number type of `like`."""
-    inputs: torch.Tensor = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(zeros(count, task, like))
+    inputs: Called = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(zeros(count, task, like))
     return inputs
 
 

@@ -13,6 +13,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.call import Called, any_of, call
 
 T = TypeVar("T")
 
@@ -54,12 +55,12 @@ def is_built_for_bf16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: Precision, where: str) -> None:
+def refuse_tiny_images(model: torch.nn.Module, inputs: Called, precision: Precision, where: str) -> None:
     """Raises UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient on a CPU is uninitialised memory.
 
     A bug of oneDNN in torch 2.13, for kernels of 3x3 and larger; tests that compare gradients with those in float32 found it.
     """
-    if precision.layers is not torch.bfloat16 or images.device.type != "cpu":
+    if precision.layers is not torch.bfloat16 or any_of(inputs).device.type != "cpu":
         return
     found: list[str] = []
     hooks = []
@@ -68,7 +69,7 @@ def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: 
             hooks.append(module.register_forward_pre_hook(functools.partial(_note_tiny, found, name)))
     try:
         with torch.no_grad():
-            model.eval()(images)
+            call(model.eval(), inputs)
     finally:
         for hook in hooks:
             hook.remove()

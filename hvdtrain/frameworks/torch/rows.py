@@ -15,6 +15,7 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.process_group import CommunicatorGroup, start_process_group
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.deferred import make_deferred
 from hvdtrain.frameworks.torch.parallel.divided import Divided
@@ -67,7 +68,8 @@ class Rows(Arrangement):
         """Weights travel in 16 bits from now on where layers compute so: behind the passes that have checked the model."""
         if self.making.precision.layers is not None:
             with copied_buffers(self.model):
-                self._sharded = self._sharded.for_autocast(self.making.example(), self.making.precision.layers)
+                inputs, making = self.making.example(), self.making
+                self._sharded = self._sharded.for_autocast(lambda model: call(model, inputs), making.device, making.precision.layers)
         self.orders = self._sharded.orders
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:

@@ -12,6 +12,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.footprint import LayerSummary
+from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task
@@ -35,7 +36,7 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
 class _Calls:
     """One forward pass, and what each module did in it."""
 
-    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, inputs: Called) -> None:
         self._model = model
         self._outputs: dict[nn.Module, Any] = {}
         self._flops: dict[nn.Module, int] = {}  # without those of modules inside
@@ -45,7 +46,7 @@ class _Calls:
         self._began: list[int] = []
         try:
             with torch.no_grad(), FlopCounter() as self._counter:
-                model.eval()(x)
+                call(model.eval(), inputs)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -25,7 +25,7 @@ from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.communicators import Communicating
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred
-from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of
+from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, Pass, gather_in_16_bits, group_of, reduce_all_of
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
@@ -41,14 +41,14 @@ class ShardedModel(NamedTuple):
     cuts: Mapping[torch.nn.Parameter, Cut]  # of parameters that ranks of a tensor group have in parts
     orders: Sequence[SameOrder]  # in which ranks gather and reduce units, and a tensor group computes layers
 
-    def for_autocast(self, x: torch.Tensor, dtype: torch.dtype | None) -> ShardedModel:
+    def for_autocast(self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None) -> ShardedModel:
         """The model, whose weights are gathered in 16 bits from now on where layers compute in `dtype`; None: in none. A collective.
 
-        x: inputs, of which a pass is made that may change buffers.
+        make_pass: of the model; it may change buffers.
         """
         if dtype is None:
             return self
-        share = gather_in_16_bits(self.model, x, dtype, self.mesh.world)
+        share = gather_in_16_bits(self.model, make_pass, device, dtype, self.mesh.world)
         return self._replace(summary=f"{self.summary}, {share:.1%} of the weights gathered in {str(dtype).removeprefix('torch.')}")
 
     def strategy(self, config: Config) -> Fsdp:

@@ -21,17 +21,19 @@ from hvdtrain.comm.communicator import Communicator
 # Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would add up other ranks' other parameters.
 REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
+Pass = Callable[[torch.nn.Module], Any]  # a forward pass
+
 _READ_NOTHING = ("fsdp", "prim")  # operations on weights that are being gathered; prim.device, in a prediction
 _MOVE_ALONE = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)  # as einsum orders a weight anew
 
 
-def gather_in_16_bits(model: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, world: Communicator) -> float:
+def gather_in_16_bits(model: torch.nn.Module, make_pass: Pass, device: torch.device, dtype: torch.dtype, world: Communicator) -> float:
     """From now on, for passes under autocast of this dtype; returns the share of the weights that it is for. A collective.
 
-    x: inputs of the model, of which a pass is made in training, which may change buffers, and in evaluation. Rank 0 decides for all.
+    make_pass: of the model, called in training, which may change buffers, and in evaluation. Rank 0 decides for all.
     """
     groups = [group for module in model.modules() if isinstance(module, FSDPModule) and (group := group_of(module))]
-    cast = world.broadcast_object(_cast_alone(model, groups, x, dtype))
+    cast = world.broadcast_object(_cast_alone(model, groups, make_pass, device, dtype))
     for group, flags in zip(groups, cast, strict=True):
         for each in (each for each, is_cast in zip(group.fsdp_params, flags, strict=True) if is_cast):
             each.init_dtype_attrs(MixedPrecisionPolicy(dtype, reduce_dtype=each.orig_dtype))
@@ -66,14 +68,16 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
 
 
 @torch.no_grad()
-def _cast_alone(model: torch.nn.Module, groups: Sequence[Any], x: torch.Tensor, dtype: torch.dtype) -> list[list[bool]]:
+def _cast_alone(
+    model: torch.nn.Module, groups: Sequence[Any], make_pass: Pass, device: torch.device, dtype: torch.dtype
+) -> list[list[bool]]:
     """For each parameter of each group, whether passes cast it and do not read it otherwise. The model is in evaluation mode then."""
-    on_device = [x.device] if x.device.type == "cuda" else []
-    autocast = torch.autocast(x.device.type, dtype, cache_enabled=False)
+    on_device = [device] if device.type == "cuda" else []
+    autocast = torch.autocast(device.type, dtype, cache_enabled=False)
     with torch.random.fork_rng(devices=on_device), autocast, _Reads(groups, dtype) as reads:
         torch.manual_seed(0)  # a model that draws which blocks it calls draws the same ones on all ranks
         for training in (True, False):
-            model.train(training)(x)
+            make_pass(model.train(training))
     return [[each in reads.cast and each not in reads.read for each in group.fsdp_params] for group in groups]
 
 

@@ -1,0 +1,208 @@
+"""SeveralInputs: another task whose model is called with several fields, each of them changed as a single x would be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, known_labels, known_stats
+from hvdtrain.data.subset import Subset
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
+from hvdtrain.tasks.task import Part, Place, Task, refuse_nothing
+from hvdtrain.tasks.user_tasks import Measured, OwnLoss
+
+Build = Callable[[Source, Source], Task]  # of a task from fields x and y
+
+
+@dataclass(frozen=True, eq=False)
+class Transforms:
+    """What is done to each field that a model gets; of a mapping of their rows a dict of what the model got: run.transform(fields)."""
+
+    each: Mapping[str, Transform]  # in the order of the fields
+
+    @property
+    def summary(self) -> str:
+        """A line for people."""
+        return "; ".join(f"{name}: {transform.summary}" for name, transform in self.each.items())
+
+    def changed(self, change: Callable[[Transform], Transform]) -> Transforms:
+        return Transforms({name: change(transform) for name, transform in self.each.items()})
+
+    def __call__(self, fields: Any) -> dict[str, Any]:
+        """Raises UserError where a field is missing or has another shape."""
+        missing = [name for name in self.each if not isinstance(fields, Mapping) or name not in fields]
+        if missing:
+            what = f"the model was trained on the fields {', '.join(self.each)}; {', '.join(missing)} is missing"
+            raise UserError(what, "run.transform()", f"a dict of arrays: {{{', '.join(f'{name!r}: ...' for name in self.each)}}}")
+        return {name: transform(fields[name]) for name, transform in self.each.items()}
+
+
+def transforms_of(task: Any) -> Transforms | None:
+    """What a task does to several fields; None of one with a single x."""
+    found = getattr(task, "transforms", None)
+    return found if isinstance(found, Transforms) else None
+
+
+def input_fields(task: Any) -> dict[str, Field]:
+    """What a model of the task gets of a sample: its inputs; x; or of a task without it all fields: tokens."""
+    fields, transforms = dict(task.fields), transforms_of(task)
+    names = ["x"] if transforms is None else list(transforms.each)
+    return {name: fields[name] for name in names} if set(names) <= fields.keys() else fields
+
+
+class SeveralInputs:
+    """Another task, made of one of the fields as its x; the model is called with all of them."""
+
+    def __init__(self, task: Task, transforms: Transforms) -> None:
+        self.task, self.transforms = task, transforms
+        self.main = main_field({name: each.x for name, each in transforms.each.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the task's. AttributeError for a framework: torch alone calls a model with several fields."""
+        if name in ("jax", "numpy", "transform"):
+            raise AttributeError(name)
+        found = getattr(self.__dict__["task"], name)
+        return self._named(found) if name == "examples" else found
+
+    def _named(self, batch: Batch) -> Batch:
+        return {self.main if name == "x" else name: array for name, array in batch.items()}
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The inputs, then what else the task needs."""
+        inputs = {name: transform.x for name, transform in self.transforms.each.items()}
+        return {**inputs, **{name: field for name, field in self.task.fields.items() if name != "x" and name not in inputs}}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """`shapes` by field in the place of `shape`."""
+        sizes = {name: size for name, size in self.task.sizes.items() if name != "shape"}
+        return {"shapes": {name: transform.x.shape or (1,) for name, transform in self.transforms.each.items()}, **sizes}
+
+    @property
+    def summary(self) -> str:
+        if isinstance(self.task, OwnLoss):
+            return ", ".join(f"{name} {field}" for name, field in self.fields.items())
+        others = [f"{name} {each.x}" for name, each in self.transforms.each.items() if name != self.main]
+        return "; ".join([f"{self.main} {self.task.summary}", *others])
+
+    def facts(self) -> dict[str, Any]:
+        """Facts of the task, and the inputs in their order."""
+        inputs = [
+            [name, each.x.dtype, list(each.x.shape), each.mean.tolist(), each.std.tolist()] for name, each in self.transforms.each.items()
+        ]
+        return {**self.task.facts(), "inputs": inputs}
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.torch import TorchFields, TorchFunctions, TorchOfFields
+
+        fields, part = TorchFields(self.transforms.each, place), cast("Any", self.task).torch(model, place)
+        return part.of_fields(fields) if isinstance(part, TorchFunctions) else TorchOfFields(part, fields)
+
+
+def main_field(fields: Mapping[str, Field]) -> str:
+    """The one that a task takes for x: x, or the first image, or the first."""
+    images = (name for name, field in fields.items() if is_image(field) or (len(field.shape) == 3 and field.dtype.startswith("float")))
+    return "x" if "x" in fields else next(images, next(iter(fields)))
+
+
+def several_inputs(build: Build, train: Source, val: Source, names: Iterable[str], standardize: Any, where: str) -> Task:
+    """The task of a user's own model that gets these fields of both sets. build: the task of sources with one x, which it leaves as it is.
+
+    standardize: task.standardize, which holds for each field as for a single x. Raises UserError where the sets do not fit each other.
+    """
+    if standardize not in (None, True, False):
+        raise UserError(f"task.standardize is {standardize!r:.40}", "task.standardize", "true, false, or leave it out")
+    transforms = {}
+    for name in names:
+        field, other = train.fields[name], val.fields.get(name)
+        refuse_nothing(name, field, where)
+        if other is None or (field.dtype, field.shape) != (other.dtype, other.shape):
+            what = f"{name} is {field} in the training set, {other or 'missing'} in the validation set"
+            raise UserError(what, where, "both sets need the same fields")
+        mean, std = (np.broadcast_to(of, field.shape[-1:] or (1,)) for of in input_stats(train, standardize, True, name))
+        transforms[name] = Transform(field._replace(values=0), mean, std)
+    main = main_field({name: each.x for name, each in transforms.items()})
+    task = build(*(_with_x(without_stats(source), main) for source in (train, val)))
+    return _with_inputs(task, Transforms(transforms))
+
+
+def _with_inputs(task: Task, transforms: Transforms) -> Task:
+    if isinstance(task, Measured):
+        inner = SeveralInputs(task.task, transforms)
+        return cast("Task", Measured(cast("Task", inner), task.own, task.objective, inner._named(task.examples)))
+    return cast("Task", SeveralInputs(task, transforms))
+
+
+def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:
+    """The task of these Task.facts(), with several inputs where they have some. Raises as restore() does."""
+    one = {name: value for name, value in facts.items() if name != "inputs"}
+    return restore(one) if "inputs" not in facts else _with_inputs(restore(one), transforms_of_facts(facts))
+
+
+def with_several_inputs(build: Callable[[Source], Task], source: Source, facts: Mapping[str, Any]) -> Task:
+    """The task of samples of a checkpoint's model, whose inputs are changed as in training. build: as that of several_inputs().
+
+    Raises as transforms_of_facts().
+    """
+    transforms = transforms_of_facts(facts)
+    main = main_field({name: each.x for name, each in transforms.each.items()})
+    return _with_inputs(build(_with_x(source, main)), transforms)
+
+
+def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
+    """What is done to the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError or ValueError where they are impossible."""
+    found = {}
+    for name, dtype, shape, mean, std in facts["inputs"]:
+        x, stats = Field(np.dtype(dtype).name, tuple(shape)), (np.array(mean, np.float64), np.array(std, np.float64))
+        if not f"{name}".isidentifier() or not all(type(size) is int and size >= 1 for size in x.shape):
+            raise ValueError("impossible inputs")
+        check_stats(x, *stats)
+        found[name] = Transform(x, *stats)
+    if not found:
+        raise ValueError("no inputs")
+    return Transforms(found)
+
+
+def _with_x(source: Source, name: str) -> Source:
+    """The source, in which the field `name` is called x; a field x of its own is left out."""
+    if name == "x":
+        return source
+    if isinstance(source, Subset):
+        return dataclasses.replace(source, source=_with_x(source.source, name))
+    if isinstance(source, NamedArrays):
+        arrays, values, ignored = (_renamed(of, name) for of in (source.arrays, source.values, source.ignored))
+        return NamedArrays(arrays, values, source.where, ignored)
+    return _Renamed(source, name)
+
+
+def _renamed(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {"x" if field == name else field: of for field, of in fields.items() if field != "x"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Renamed(AroundSource):
+    """What _with_x() makes of a source that is read sample by sample."""
+
+    source: Source
+    name: str
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return _renamed(self.source.fields, self.name)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return _renamed(self.source.read(indices), self.name)
+
+    def known_labels(self) -> np.ndarray | None:
+        return known_labels(self.source)
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return known_stats(self.source, self.name if name == "x" else name, indices)

@@ -1,0 +1,120 @@
+"""Which fields of the data a model is called with: data.inputs, those that its forward() asks for by name, a nested x, or x alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.own.arrays import TARGETS
+from hvdtrain.data.source import Field, Source, nested_inputs
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.tasks.task import is_users_model
+from hvdtrain.tasks.user_functions import is_torch_module
+
+X = ("x",)  # the one input of most models, which a task transforms itself
+_OF_X = ("classification", "multilabel", "segmentation", "regression")  # tasks that take x, beside a loss of a script
+
+
+def input_names(config: Config, source: Source) -> tuple[str, ...]:
+    """The fields of this source that the model gets, in their order; X: a single x, as ever.
+
+    Raises UserError where one is missing, and for what cannot be had with several.
+    """
+    if not takes_x(config):
+        _refuse_key(config, f"task.name={config.task.name} makes the inputs of its model itself")
+        return X
+    names = _names(config, source.fields, nested_inputs(source))
+    if names != X:
+        _check(config, names, source.fields)
+    return names
+
+
+def takes_x(config: Config) -> bool:
+    """Whether the task is one of hvdtrain's that learn from x, or a loss of a script."""
+    given = config.task.given
+    return config.task.name in _OF_X or (given is not None and given.name is not None)
+
+
+def names_to_keep(config: Config) -> tuple[str, ...]:
+    """Names of fields that a job asks for: a Dataset's "image" is not called x where the model has a parameter image beside others."""
+    asked = asked_by_forward(config)
+    return tuple(config.data.inputs) or (asked if len(asked) > 1 else ())
+
+
+def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...]) -> tuple[str, ...]:
+    if config.data.inputs:
+        return tuple(config.data.inputs)
+    asked = asked_by_forward(config)
+    if len(asked) > 1 or (len(asked) == 1 and asked[0] in fields and asked[0] not in ("x", *TARGETS)):
+        return asked
+    return nested or X
+
+
+def asked_by_forward(config: Config) -> tuple[str, ...]:
+    """Parameters without a default of the forward() of a user's own torch model; none where the configuration does not say its class."""
+    if config.framework != "torch" or not is_users_model(config.model):
+        return ()
+    made: Any = plugins.own_function(config.model)
+    model = getattr(made, "model", None)  # of an object that a script gives
+    kind = type(model) if is_torch_module(model) else made
+    forward = getattr(kind, "forward", None) if isinstance(kind, type) else None
+    return () if forward is None else _required(forward)
+
+
+def _required(forward: Any) -> tuple[str, ...]:
+    """Names of the parameters behind self that every call gives; none where some have no name, or the signature cannot be read."""
+    try:
+        _, *parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    required = [one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return () if any(one.kind is one.POSITIONAL_ONLY for one in required) else tuple(one.name for one in required)
+
+
+def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) -> None:
+    """Raises UserError where a field is missing, is what is learned, or the job does something to x alone."""
+    shown, where = ", ".join(names), config.where("data.inputs" if config.data.inputs else "model.name")
+    asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
+    if len(set(names)) < len(names):
+        raise UserError(f"data.inputs names {shown}: one of them twice", where, "each field once")
+    if "y" in names:
+        raise UserError(f"{asks} {shown}, and y is what is learned", where, "another name for an input that has the same numbers")
+    if missing := [name for name in names if name not in fields]:
+        what = f"{asks} {shown}; the data have {_list(fields)}, and no {missing[0]}"
+        raise UserError(what, where, f"{nearest(missing[0], sorted(fields))}; or data.inputs=[FIELD, ...] of those that the model gets")
+    if config.framework != "torch":
+        what = f"a model with the inputs {shown} needs framework=torch, and this is framework={config.framework}"
+        raise UserError(what, config.where("framework"), "framework=torch; or one field x that has all of them")
+    if not is_users_model(config.model):
+        what = f"model.name={config.model.name} takes one input x, and the data give it {shown}"
+        raise UserError(what, config.where("model.name"), "a model of your own, package.module:Class; or one field x")
+    if key := next(
+        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1), "dense" * (config.parallel.dense != "none")
+    ):
+        what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
+        raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks")
+    if config.augment.mixup:
+        what = f"augment.mixup mixes x alone, and the model gets {shown}"
+        raise UserError(what, config.where("augment.mixup"), "augment.mixup=0")
+
+
+def _refuse_key(config: Config, why: str) -> None:
+    if config.data.inputs:
+        raise UserError(f"data.inputs={list(config.data.inputs)} has no effect: {why}", config.where("data.inputs"), "leave it out")
+
+
+def _list(fields: Iterable[str]) -> str:
+    return ", ".join(fields)
+
+
+def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
+    """A line for the user about fields that no part of a job with several inputs uses."""
+    names = input_names(config, source)
+    unused = [name for name in source.fields if name not in set(used)]
+    if names == X or not unused:
+        return []
+    fix = f"data.inputs=[{','.join([*names, unused[0]])}] gives the model {unused[0]} too"
+    return [f"nothing uses the field{'s' * (len(unused) > 1)} {', '.join(unused)}; {fix}"]
