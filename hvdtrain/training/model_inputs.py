@@ -55,7 +55,7 @@ def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...])
 
 def asked_by_forward(config: Config) -> tuple[str, ...]:
     """Parameters without a default of the forward() of a user's own torch model; none where the configuration does not say its class."""
-    if config.framework != "torch" or not is_users_model(config.model):
+    if config.framework != "torch" or not is_users_model(config.model) or plugins.is_library(config.model.name):
         return ()
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # of an object that a script gives
@@ -113,7 +113,7 @@ def _list(fields: Iterable[str]) -> str:
 def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
     """A line for the user about fields that no part of a job with several inputs uses."""
     names = input_names(config, source)
-    unused = [name for name in source.fields if name not in set(used)]
+    unused = [name for name in source.fields if name not in {*used, config.data.sample_weights}]
     if names == X or not unused:
         return []
     fix = f"data.inputs=[{','.join([*names, unused[0]])}] gives the model {unused[0]} too"
