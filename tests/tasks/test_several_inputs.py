@@ -63,7 +63,7 @@ def stepped(model: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor], y
 @pytest.mark.parametrize("name", TASKS)
 def test_steps_are_those_of_torch_on_any_number_of_ranks(name: str) -> None:
     config = configure(None, words_of(name, *["task.standardize=true"] * (name == "multilabel")))
-    train, _, task = open_datasets(config)
+    train, _, task, *_ = open_datasets(config)
     data = getattr(two_inputs, TASKS[name][0])()
     first = {f"p.{key}": value.numpy() for key, value in getattr(two_inputs, TASKS[name][1])(_outputs(name)).double().state_dict().items()}
 
