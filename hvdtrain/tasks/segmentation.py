@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -57,6 +58,7 @@ class Segmentation:
     ignored: int | None = None
     dice: float = 0.0  # weight of the Dice term in the loss
     objective: Objective = "mean_iou"
+    class_weights: tuple[float, ...] | None = None  # of the cross-entropy of pixels, by their class
 
     name = "segmentation"
     metrics = (
@@ -108,7 +110,8 @@ class Segmentation:
 
     def facts(self) -> dict[str, Any]:
         of_x = {"x": [self.x.dtype, list(self.x.shape)], "mean": self.mean.tolist(), "std": self.std.tolist()}
-        return of_x | {"classes": self.classes, "ignore_label": self.ignored, "dice": self.dice, "objective": self.objective}
+        facts = of_x | {"classes": self.classes, "ignore_label": self.ignored, "dice": self.dice, "objective": self.objective}
+        return facts if self.class_weights is None else facts | {"class_weights": list(self.class_weights)}
 
     def outputs(self, samples: int) -> str:
         return f"logits {(samples, self.classes, *self.pixels)}"
@@ -120,7 +123,7 @@ class Segmentation:
         from hvdtrain.tasks.torch import TorchInputs, TorchSegmentation
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
-        return TorchSegmentation(inputs, self.classes, self.ignored, self.dice)
+        return TorchSegmentation(inputs, self.classes, self.ignored, self.dice, self.class_weights)
 
 
 def build(
@@ -134,6 +137,7 @@ def build(
     ignore_label: int | None = None,
     dice: float = 0.0,
     objective: Literal["loss", "accuracy", "mean_iou"] = "mean_iou",
+    class_weights: tuple[float, ...] | None = None,
     standardize: bool | None = None,
 ) -> Segmentation:
     """From images x to masks y (H, W) of the numbers of classes.
@@ -142,6 +146,7 @@ def build(
     ignore_label: number of pixels without a class, as 255 or -1, which are in no loss and no metric (none: every number is a class)
     dice: weight of the Dice term beside the cross-entropy, as 0.5; 0: without it
     objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy, mean_iou
+    class_weights: what the cross-entropy of a pixel is multiplied by, for each class (none: 1)
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
 
     Raises UserError where the data are no images with masks, the number of classes is not known, or the sets do not fit each other.
@@ -162,8 +167,23 @@ def build(
     if not 2 <= count <= _MOST_CLASSES:
         what = f"{count:,} classes of pixels, of which 2 to {_MOST_CLASSES:,} can be counted"
         raise UserError(what, "task.classes" if classes else where, f"{_OPTION}=255 where masks have 255 on pixels without a class")
+    _check_weights(class_weights, count)
     mean, std = input_stats(train, standardize, users_model)
-    return Segmentation(x._replace(values=0), count, mean, std, ignore_label, dice, objective)
+    weights = None if class_weights is None else tuple(map(float, class_weights))
+    return Segmentation(x._replace(values=0), count, mean, std, ignore_label, dice, objective, weights)
+
+
+def _check_weights(weights: Sequence[float] | None, classes: int) -> None:
+    """Raises UserError where they are not one for each class, or impossible."""
+    if weights is None or (_are_weights(weights) and len(weights) == classes):
+        return
+    what = f"task.class_weights has {len(weights)} weights, for {classes} classes of pixels"
+    what = what if len(weights) != classes else f"task.class_weights={[*weights]}"
+    raise UserError(what, "task.class_weights", "one number of 0 or more for each class, not all 0: [1.0,2.5]")
+
+
+def _are_weights(weights: Sequence[float]) -> bool:
+    return all(math.isfinite(weight) and weight >= 0 for weight in weights) and any(weights)
 
 
 def _check_shapes(x: Field, y: Field, where: str) -> None:
@@ -207,6 +227,9 @@ def restore(facts: dict[str, Any]) -> Segmentation:
         raise ValueError("impossible classes or objective")
     if not (ignored is None or (type(ignored) is int and abs(ignored) < 2**31)) or not (math.isfinite(dice) and dice >= 0):
         raise ValueError("impossible ignore_label or dice")
+    weights = facts.get("class_weights")
+    if weights is not None and not (_are_weights(weights) and len(weights) == facts["classes"]):
+        raise ValueError("impossible class_weights")
     mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
     check_stats(x, mean, std)
-    return Segmentation(x, facts["classes"], mean, std, ignored, float(dice), facts["objective"])
+    return Segmentation(x, facts["classes"], mean, std, ignored, float(dice), facts["objective"], weights and tuple(map(float, weights)))

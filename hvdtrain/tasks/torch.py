@@ -179,8 +179,9 @@ class TorchMultilabel:
 class TorchSegmentation:
     """Logits (n, classes, H, W), or several outputs of which main_output() is that; y (n, H, W). Images are uint8 (n, C, H, W)."""
 
-    def __init__(self, inputs: TorchInputs, classes: int, ignored: int | None, dice: float) -> None:
+    def __init__(self, inputs: TorchInputs, classes: int, ignored: int | None, dice: float, weights: Sequence[float] | None) -> None:
         self._inputs, self._classes, self._ignored, self._dice = inputs, classes, ignored, dice
+        self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
         return self._inputs(batch["x"])
@@ -191,7 +192,8 @@ class TorchSegmentation:
         y = y if self._ignored is None else y.masked_fill(y == self._ignored, _NONE)
         counts = y != _NONE  # (n, H, W)
         pixels = counts.flatten(1).sum(1)
-        loss = functional.cross_entropy(outputs, y, reduction="none", ignore_index=_NONE).flatten(1).sum(1)
+        weights = None if self._weights is None else self._weights.to(outputs.device, outputs.dtype)
+        loss = functional.cross_entropy(outputs, y, weights, reduction="none", ignore_index=_NONE).flatten(1).sum(1)
         if self._dice:
             loss = loss + self._dice * pixels * (1.0 - self._dice_of_each(outputs, y, counts))
         return Each(loss, {"pixels": pixels, "confusion": self._confusion(outputs, y, counts)})

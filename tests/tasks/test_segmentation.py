@@ -57,9 +57,11 @@ def normalized(task: Segmentation, rows: slice = slice(None)) -> torch.Tensor:
     return torch.tensor(x).permute(0, 3, 1, 2)
 
 
-def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float) -> torch.Tensor:
+def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float, weights: tuple[float, ...] | None) -> torch.Tensor:
     """The mean over all pixels with a class; Dice of each sample and class by a loop, weighted by the pixels of the sample."""
-    total = functional.cross_entropy(logits, y, ignore_index=255, reduction="sum")
+    label = y.where(y != 255, 0)
+    nats = -logits.log_softmax(1).gather(1, label[:, None])[:, 0]
+    total = (nats * torch.tensor(weights or (1.0,) * 3, dtype=torch.float64)[label])[y != 255].sum()
     for shares, mask in zip(logits.softmax(1), y, strict=True):
         known = mask != 255
         of_classes = []
@@ -70,16 +72,16 @@ def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float) -> torch.Te
     return total / (y != 255).sum()
 
 
-@pytest.mark.parametrize("dice", [0.0, 0.5])
-def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float) -> None:
+@pytest.mark.parametrize(("dice", "weights"), [(0.0, None), (0.5, None), (0.5, (0.25, 0.0, 3.0))])
+def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: tuple[float, ...] | None) -> None:
     """Samples have different numbers of pixels with a class."""
-    source, task = declared(dice=dice)
+    source, task = declared(dice=dice, class_weights=weights)
     y = torch.tensor(own_data.shapes("val")["y"]).long()
     assert len({int((mask != 255).sum()) for mask in y}) > 3
     alone = learner_of(task, SingleProcessCommunicator())
     model, first = alone.model, {name: array.copy() for name, array in alone.state().items()}
     for _ in range(2):
-        loss = loss_by_hand(model(normalized(task)), y, dice)
+        loss = loss_by_hand(model(normalized(task)), y, dice, weights)
         with torch.no_grad():
             for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 p.sub_(gradient, alpha=0.3)
@@ -257,6 +259,13 @@ def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) ->
         (np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8), int), {}, "1 classes of pixels, of which 2 to 1,000 can be counted"),
         (np.zeros((4, 8, 8, 3), np.uint8), np.full((4, 8, 8), 7), {"classes": 3}, "field y of sample 0 has 7, expected 0 to 2"),
         (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"dice": -1.0}, "task.dice=-1"),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.ones((4, 8, 8), int),
+            {"class_weights": (1.0,)},
+            "class_weights has 1 weights, for 2 classes",
+        ),
+        (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"class_weights": (1.0, -2.0)}, r"task.class_weights=\[1.0, -2.0\]"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray, options: dict[str, Any], message: str) -> None:
@@ -275,7 +284,7 @@ def test_what_segmentation_cannot_do_is_refused(word: str) -> None:
 
 
 def test_facts_make_the_task_again() -> None:
-    _, task = declared(dice=0.25, objective="accuracy")
+    _, task = declared(dice=0.25, objective="accuracy", class_weights=(1, 0, 2.5))
     assert segmentation.restore(task.facts()).facts() == task.facts()
     signed = declared(ignore_label=-1, classes=300)[1]
     assert signed.fields["y"].dtype == "int64" and task.fields["y"].dtype == "uint8"
