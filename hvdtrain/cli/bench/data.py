@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.cli.bench.trainer import Trainer, quartiles, run_on_ranks
 from hvdtrain.cli.options import BenchParser, two_or_more
 from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
+from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.input import Prefetcher
+from hvdtrain.training.input import Prefetcher, block_shuffle
 
 MAX_STEPS = 20  # of one block
 
@@ -78,7 +77,7 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
     for readers in (1, 2):
         if trainer.prefetcher.ahead and trainer.prefetcher.readers == readers:
             continue
-        data = config.data.replace(readers=readers, ahead=2 * readers, resident=False)
+        data = trainer.job.config.data.replace(readers=readers, ahead=2 * readers, resident=False)
         changed = config.replace(data=data, batch=trainer.job.config.batch)
         name = f"prefetch, {plural(readers, 'reader')}"
         prefetchers[name] = Prefetcher(
@@ -89,7 +88,8 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
 
 def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int) -> dict[str, Callable[[], None]]:
     """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples of `steps` steps."""
-    order = np.random.default_rng(0).permutation(len(trainer.datasets.train))  # as a shuffle gives the rows
+    samples, shuffle = len(trainer.datasets.train), block_shuffle(trainer.job.config.data)
+    order = positions_of_rank(0, samples, 0, 1, samples, 0, shuffle=shuffle).samples
     hyper, micro_batches = trainer.prefetcher.prepare(trainer.now.progress)
     learner: Any = trainer.job.learner
 

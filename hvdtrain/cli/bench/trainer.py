@@ -20,7 +20,7 @@ from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import Datasets, open_datasets
+from hvdtrain.training.datasets import Datasets, open_datasets, with_blocks
 from hvdtrain.training.failure import end_every_rank
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
@@ -39,7 +39,7 @@ class Trainer:
         refuse_conflicts(config, communicator.name, communicator.size)
         endless = config.replace(epochs=10**6, stop=config.stop.replace(steps=None, time=None), guard=config.guard.replace(max_time=None))
         self.datasets = datasets or open_datasets(endless, communicator)
-        endless = resolve_micro(endless, self.datasets, communicator)
+        endless = resolve_micro(with_blocks(endless, self.datasets.train), self.datasets, communicator)
         learner = build_learner(endless, self.datasets.task, communicator)
         broadcast_state(communicator, learner, None)
         self.now = begin(endless, self.datasets)
