@@ -54,6 +54,17 @@ class DataConfig(OpenSection):
         description="fields of the data that a model of your own gets, by the names of its forward()'s parameters, else as a dict: "
         "[image,table]; default: those that forward() has required parameters for, or x",
     )
+    pad: dict[str, float] = Field(
+        default_factory=dict,
+        description="fields whose samples have different lengths, and what stands behind the shorter ones of a pass, which are padded to "
+        "its longest: {tokens: 0}; a field tokens_mask tells which are real (framework=torch; data of your own)",
+    )
+    mask: dict[str, str] = Field(default_factory=dict, description="other names for the masks of data.pad: {tokens: mask}")
+    bucket_by: str | None = Field(
+        default=None,
+        description="length: of the samples of a step those of similar length come into one pass; or another field of data.pad, whose "
+        "lengths count; default: they come in the order of the shuffle",
+    )
     class_names: list[str] | None = Field(
         default=None, description="name of each class, by label; default: the data set's own (a job records them in config.yaml)"
     )

@@ -154,12 +154,31 @@ def parts_of_rank(
         if sampling == "partition":
             found.append(positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling))
             continue
-        low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
+        low, high = _share_of_part(first, last, rank, size)
         if shuffle is not None:
             found.append(shuffle.positions(start + first, last - first, dataset, seed).part(low - first, high - first))
             continue
         found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
     return found
+
+
+def parts_by_length(step: Positions, lengths: np.ndarray, parts: int, rank: int, size: int) -> list[Positions]:
+    """This rank's share of each of so many parts of a step's positions: samples of similar lengths are in one part, and on one rank.
+
+    step: all positions of the step; lengths: int64 (dataset,). Parts and shares have as many positions as those of parts_of_rank().
+    """
+    order = np.argsort(lengths[step.samples], kind="stable")
+    step, found = Positions(step.samples[order], step.epochs[order]), []
+    for part in range(parts):
+        first, last = _dealt_below(len(order), part, parts), _dealt_below(len(order), part + 1, parts)
+        found.append(step.part(*_share_of_part(first, last, rank, size)))
+    return found
+
+
+def _share_of_part(first: int, last: int, rank: int, size: int) -> tuple[int, int]:
+    """[low, high): the rank's contiguous share of the part [first, last) of a step."""
+    low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
+    return low, high
 
 
 def _dealt_below(count: int, rank: int, size: int) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,13 @@ _LABELS = 2**20  # that are looked at at once
 LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
 
 
+class Padding(NamedTuple):
+    """What stands behind the rows of a sample that is shorter than another one that is read with it."""
+
+    value: float
+    mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
+
+
 class Field(NamedTuple):
     """What each sample has under one name."""
 
@@ -30,10 +37,40 @@ class Field(NamedTuple):
     shape: tuple[int, ...]  # of one sample
     values: int = 0  # integers are in 0 ... values - 1; 0: any number
     ignored: int | None = None  # a further value that integers may have: of samples that a task leaves out
+    padding: Padding | None = None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
 
     def __str__(self) -> str:
         below = f" below {self.values:,}" if self.values else ""
-        return f"{self.dtype} {self.shape}{below}"
+        shape = f"{self.shape}" if self.padding is None else f"(up to {self.shape[0]}{''.join(f', {size}' for size in self.shape[1:])})"
+        return f"{self.dtype} {shape}{below}"
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it says which rows of another field are real."""
+        return self.padding is not None and not self.padding.mask
+
+    def fits(self, other: Field) -> bool:
+        """Whether a model for samples of this shape takes those of another field: of different lengths those that are not longer."""
+        if self.padding is None or other.padding is None:
+            return self.shape == other.shape and self.padding == other.padding
+        return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
+
+    def facts(self) -> list[Any]:
+        """Plain values of JSON, of which field_of_facts() makes it again."""
+        return [self.dtype, list(self.shape), self.values, *([] if self.padding is None else [list(self.padding)])]
+
+
+def field_of_facts(facts: Sequence[Any]) -> Field:
+    """The field of Field.facts(). Raises TypeError or ValueError where they are none."""
+    dtype, shape, values, *padding = facts
+    found = Field(np.dtype(dtype).name, tuple(shape), values)
+    if not padding:
+        return found
+    value, mask = padding[0]
+    is_number = isinstance(value, (int, float)) and isinstance(mask, str)
+    if len(padding) > 1 or not is_number or not shape:
+        raise ValueError("impossible padding")
+    return found._replace(padding=Padding(value, mask), ignored=int(value) if values and not 0 <= value < values else None)
 
 
 class Source(Protocol):
@@ -135,6 +172,9 @@ class AroundSource:
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
         return known_stats(self.source, name, indices)
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        return known_lengths(self.source, name)
 
     @property
     def foresight(self) -> int:
@@ -347,6 +387,13 @@ def known_labels(source: Source) -> np.ndarray | None:
         return source.labels()
     method = getattr(source, "known_labels", None)
     found: np.ndarray | None = None if method is None else method()
+    return found
+
+
+def known_lengths(source: Source, name: str) -> np.ndarray | None:
+    """int64 (n,): how many rows of a field each sample has, where they differ and no sample has to be read for them; else None."""
+    method = getattr(source, "known_lengths", None)
+    found: np.ndarray | None = None if method is None else method(name)
     return found
 
 

@@ -104,6 +104,10 @@ class Subset(AroundSource):
         labels = known_labels(self.source)
         return None if labels is None else labels[self.indices]
 
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        lengths = super().known_lengths(name)
+        return None if lengths is None else lengths[self.indices]
+
     def digests(self, seed: int) -> dict[str, str]:
         return self.source.digests(seed) | self._of_indices()
 

@@ -61,6 +61,35 @@ def _not_by_weight(job: PlannedJob) -> Iterator[UserError]:
 SAMPLE_WEIGHTS = JobFeature(key="data.sample_weights", on=lambda config: config.data.sample_weights is not None, rules=(_not_by_weight,))
 
 
+def _one_length(job: PlannedJob) -> Iterator[UserError]:
+    """Where ranks exchange activations, those of all passes have one shape."""
+    parallel = job.config.parallel
+    for key, is_on in {
+        "parallel.pipeline": parallel.pipeline > 1,
+        "parallel.sequence": parallel.sequence,
+        "parallel.dense": parallel.dense != "none",
+    }.items():
+        if is_on:
+            what = f"{as_set(job.config, key)} exchanges activations of one shape, and with data.pad that of each pass is another one"
+            yield UserError(what, job.where(key), f"leave {key} out; or pad the samples to one length in the data, and leave data.pad out")
+
+
+PAD = JobFeature(key="data.pad", on=lambda config: bool(config.data.pad), rules=(_one_length,))
+
+
+def _buckets(job: PlannedJob) -> Iterator[UserError]:
+    data = job.config.data
+    if not data.pad:
+        what = f"data.bucket_by={data.bucket_by} is of samples of different lengths, and there is no data.pad"
+        yield UserError(what, job.where("data.bucket_by"), "data.pad={tokens: 0}, or leave data.bucket_by out")
+    if data.sampling == "partition":
+        what = "data.bucket_by divides the samples of a step by their lengths, and data.sampling=partition by their positions"
+        yield UserError(what, job.where("data.sampling"), "data.sampling=global, or leave data.bucket_by out")
+
+
+BUCKETS = JobFeature(key="data.bucket_by", on=lambda config: config.data.bucket_by is not None, rules=(_buckets,))
+
+
 CROP = JobFeature(
     key="augment.crop",
     on=lambda config: config.augment.crop > 0,

@@ -76,6 +76,8 @@ FEATURES: tuple[JobFeature, ...] = (
     data.BLOCKS,
     data.BLOCK_KEYS,
     data.SAMPLE_WEIGHTS,
+    data.PAD,
+    data.BUCKETS,
     data.CROP,
     optim.EMA,
     data.VIEWS,

@@ -23,6 +23,7 @@ NOT_TORCH: dict[str, Supported] = {
     "speed.channels_last": Supported((None,), True),
     "speed.deterministic": Supported((False,), True),
     "data.resident": Supported((None, False), True),
+    "data.pad": Supported(({},), '{"tokens":0}'),
     "comm.compression": Supported(("none",), "fp16"),
     "comm.op": Supported(("mean",), "adasum"),
     "comm.local_steps": Supported((1,), 2),
@@ -68,7 +69,8 @@ def _excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
 
 def _exclusion(key: str, row: Supported) -> Exclusion:
     values = Values(lambda value: value not in row.values, row.other)
-    return Exclusion(key, values, fix=f"{{key}}={as_yaml(row.values[0])}, or framework=torch", words=row.words)
+    usual = as_yaml(row.values[0]).replace("{", "{{").replace("}", "}}")  # the fix is a template
+    return Exclusion(key, values, fix=f"{{key}}={usual}, or framework=torch", words=row.words)
 
 
 def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:

@@ -177,6 +177,9 @@ def input_stats(source: Source, standardize: bool | None, users_model: bool, nam
     """
     x = source.fields[name]
     wanted = is_image(x) or (len(x.shape) < 2 and not users_model) if standardize is None else standardize
+    if wanted and x.padding is not None:
+        what = f"{name} has samples of different lengths, whose mean and deviation would be those of the padding too"
+        raise UserError(what, STANDARDIZE, f"{STANDARDIZE}=false, and numbers of a usual size in the data; images as floats")
     if wanted:
         return column_stats(source, name)
     columns = x.shape[-1] if is_image(x) else 1
@@ -202,7 +205,7 @@ def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
     if "x" in facts:  # regression
         dtype, shape = facts["x"]
     elif "fields" in facts:  # a loss of a script
-        dtype, shape, _ = facts["fields"]["x"]
+        dtype, shape = facts["fields"]["x"][:2]
     else:
         dtype, shape = facts.get("dtype", "uint8"), facts["shape"]
     x = Field(np.dtype(dtype).name, tuple(shape))

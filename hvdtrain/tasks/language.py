@@ -12,7 +12,8 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
-from hvdtrain.data.source import Field, Source
+from hvdtrain.data.ragged import padded_fields
+from hvdtrain.data.source import Field, Source, field_of_facts
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Part, Place, find_field
 
@@ -29,7 +30,7 @@ def _perplexity(sums: Sums) -> float:
 class Language:
     """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted, but for those that are `ignore`."""
 
-    tokens: Field  # (T + 1,), values: the vocabulary
+    tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
     ignore: int | None = None
 
     name = "language"
@@ -43,7 +44,13 @@ class Language:
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {"tokens": self.tokens}
+        padding = self.tokens.padding
+        return {"tokens": self.tokens} if padding is None else padded_fields("tokens", self.tokens, padding)
+
+    @property
+    def mask(self) -> str | None:
+        """The field that says which tokens are real, where they are padded."""
+        return None if self.tokens.padding is None else self.tokens.padding.mask
 
     @property
     def context(self) -> int:
@@ -57,19 +64,21 @@ class Language:
     @property
     def summary(self) -> str:
         padding = "" if self.ignore is None else f", token {self.ignore} is padding"
-        return f"windows of {self.context:,} tokens below {self.tokens.values:,}{padding}"
+        windows = "windows of" if self.mask is None else "sequences of at most"
+        return f"{windows} {self.context:,} tokens below {self.tokens.values:,}{padding}"
 
     @property
     def sample_weight(self) -> int | None:
-        return self.context if self.ignore is None else None
+        return self.context if self.ignore is None and self.mask is None else None
 
     def weight(self, batch: Batch) -> int:
         """The tokens that are predicted."""
         targets = batch["tokens"][:, 1:]
-        return int(targets.size if self.ignore is None else np.count_nonzero(targets != self.ignore))
+        counts = np.ones(targets.shape, bool) if self.mask is None else batch[self.mask][:, 1:]
+        return int(np.count_nonzero(counts if self.ignore is None else counts & (targets != self.ignore)))
 
     def facts(self) -> dict[str, Any]:
-        return {"tokens": [self.tokens.dtype, list(self.tokens.shape), self.tokens.values], "ignore": self.ignore}
+        return {"tokens": self.tokens.facts(), "ignore": self.ignore}
 
     def outputs(self, samples: int) -> str:
         return f"logits {(samples, self.context, self.tokens.values)}"
@@ -81,7 +90,7 @@ class Language:
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchLanguage
 
-        return TorchLanguage(self.ignore, model.label_smoothing)
+        return TorchLanguage(self.ignore, model.label_smoothing, self.mask)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxLanguage
@@ -106,15 +115,15 @@ def build(name: str, train: Source, val: Source, where: str, users_model: bool =
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}", where, "one of them, or leave it out")
-    return Language(fields[0]._replace(values=vocabulary), ignore)
+    return Language(fields[0]._replace(values=vocabulary), ignore)  # of padded sequences both sets have the longest of either
 
 
 def restore(facts: dict[str, Any]) -> Language:
     """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
-    dtype, (length,), vocabulary = facts["tokens"]
-    ignore = facts["ignore"]
+    tokens, ignore = field_of_facts(facts["tokens"]), facts["ignore"]
+    (length,), vocabulary = tokens.shape, tokens.values
     if not all(type(size) is int and 1 <= size <= _MOST for size in (length - 1, vocabulary)):
         raise ValueError("impossible windows or vocabulary")
     if not (ignore is None or (type(ignore) is int and 0 <= ignore < vocabulary)):
         raise ValueError("impossible ignore")
-    return Language(Field(np.dtype(dtype).name, (length,), vocabulary), ignore)
+    return Language(tokens, ignore)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, known_labels, known_stats
+from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, field_of_facts, known_labels, known_stats
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
@@ -95,9 +95,10 @@ class SeveralInputs:
 
     def facts(self) -> dict[str, Any]:
         """Facts of the task, and the inputs in their order."""
-        inputs = [
-            [name, each.x.dtype, list(each.x.shape), each.mean.tolist(), each.std.tolist()] for name, each in self.transforms.each.items()
-        ]
+        inputs = []
+        for name, each in self.transforms.each.items():
+            padding = [] if each.x.padding is None else [list(each.x.padding)]
+            inputs.append([name, each.x.dtype, list(each.x.shape), each.mean.tolist(), each.std.tolist(), *padding])
         return {**self.task.facts(), "inputs": inputs}
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
@@ -160,8 +161,8 @@ def with_several_inputs(build: Callable[[Source], Task], source: Source, facts: 
 def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
     """What is done to the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError or ValueError where they are impossible."""
     found = {}
-    for name, dtype, shape, mean, std in facts["inputs"]:
-        x, stats = Field(np.dtype(dtype).name, tuple(shape)), (np.array(mean, np.float64), np.array(std, np.float64))
+    for name, dtype, shape, mean, std, *padding in facts["inputs"]:
+        x, stats = field_of_facts([dtype, shape, 0, *padding]), (np.array(mean, np.float64), np.array(std, np.float64))
         if not f"{name}".isidentifier() or not all(type(size) is int and size >= 1 for size in x.shape):
             raise ValueError("impossible inputs")
         check_stats(x, *stats)

@@ -146,6 +146,14 @@ def refuse_nothing(name: str, field: Field, where: str) -> None:
         raise UserError(f"{name} is {field}: no number at all", where, "one number or more of each sample")
 
 
+def tokens_of_sample(task: Task) -> int | None:
+    """How many tokens each sample has, where it has tokens and all have equally many."""
+    if any(field.padding is not None for field in task.fields.values()):
+        return None
+    found: int | None = task.sizes.get("context")
+    return found
+
+
 def samples_of(task: Task) -> str:
     """What its samples are called for people: images, or samples."""
     return "images" if any(field.dtype == "uint8" and len(field.shape) == 3 for field in task.fields.values()) else "samples"

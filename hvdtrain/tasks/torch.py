@@ -227,8 +227,8 @@ class CutLogits(Protocol):
 class TorchLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
-    def __init__(self, ignore: int | None, smoothing: float) -> None:
-        self._ignore, self._smoothing = ignore, smoothing
+    def __init__(self, ignore: int | None, smoothing: float, mask: str | None = None) -> None:
+        self._ignore, self._smoothing, self._mask = ignore, smoothing, mask
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
         """int64 (n, T)"""
@@ -239,6 +239,8 @@ class TorchLanguage:
         targets = batch["tokens"][:, 1:].long()  # (n, T)
         if self._ignore is not None:
             targets = targets.masked_fill(targets == self._ignore, _NONE)
+        if self._mask is not None:
+            targets = targets.masked_fill(~batch[self._mask][:, 1:], _NONE)
         smoothing = self._smoothing if training else 0.0
         if isinstance(outputs, torch.Tensor):
             loss = functional.cross_entropy(

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
-from hvdtrain.data.source import Field, Source, arrays_in_memory, known_labels
+from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts, known_labels
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
@@ -62,7 +62,7 @@ class OwnLoss:
         return Transform(self.fields["x"], *self.stats)
 
     def facts(self) -> dict[str, Any]:
-        fields = {name: [field.dtype, list(field.shape), field.values] for name, field in self.fields.items()}
+        fields = {name: field.facts() for name, field in self.fields.items()}
         stats = {"mean": self.stats.mean.tolist(), "std": self.stats.std.tolist()}
         is_changed = self.transform.is_of_images or self.transform.is_standardized
         return {"fields": fields, "loss": self.loss.facts, **(stats if is_changed else {})}
@@ -112,7 +112,7 @@ def own_loss(
 
 def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
     """The task of OwnLoss.facts() for predictions: the loss is not called. Raises KeyError, TypeError, ValueError."""
-    fields = {name: Field(np.dtype(dtype).name, tuple(shape), values) for name, (dtype, shape, values) in facts["fields"].items()}
+    fields = {name: field_of_facts(found) for name, found in facts["fields"].items()}
     transform = transform_of_facts(facts)
     loss = Loss(lambda outputs, batch: outputs, {})
     return OwnLoss("prediction", fields, ColumnStats(transform.mean, transform.std), loss, _own_outputs(fields, outputs), {})
@@ -154,6 +154,8 @@ def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
 def _never(source: Source, value: int) -> bool:
     """Whether it is known that no target has this value: then every sample weighs the same."""
     field = source.fields["y"]
+    if field.padding is not None and value == field.padding.value:
+        return False
     if np.dtype(field.dtype).kind == "f" or (field.values and not 0 <= value < field.values):
         return True
     arrays = arrays_in_memory(source)

@@ -24,9 +24,9 @@ from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.masks import with_moved_masks
-from hvdtrain.data.own.as_source import as_declared, as_source
+from hvdtrain.data.own.as_source import as_declared, as_source, bounded_alike
 from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_samples, shuffle_version
-from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, notes_of, reads_in_process
+from hvdtrain.data.source import LabelledImages, Padding, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, divide, subset
@@ -34,7 +34,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import Classification, notes_on_labels
 from hvdtrain.tasks.inputs import is_image
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.language import Language
+from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
 from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle
@@ -68,7 +69,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     _check_reading(config, train, val)
     check_augmentation(config, train)
     task = build_task(train, val, config)
-    build_recipe(config, len(train), task.sizes.get("context"))
+    _check_lengths(config, train, task)
+    build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
     moved = with_moved_masks(as_declared(train, task.fields), getattr(task, "masks", {}), config.augment)
     return Datasets(moved, as_declared(val, task.fields), task, draws_of(config, train))
@@ -76,7 +78,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:
     """Every number of every step of a job on these data."""
-    return build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    return build_recipe(config, len(datasets.train), tokens_of_sample(datasets.task))
 
 
 def draws_of(config: Config, train: Source) -> WeightedDraws | None:
@@ -129,6 +131,20 @@ def _check_reading(config: Config, *sources: Source) -> None:
         raise UserError(what, config.where(f"data.{key}"), f"leave data.{key} out, or data.workers=1: worker processes read ahead")
 
 
+def _check_lengths(config: Config, train: Source, task: Task) -> None:
+    """Raises UserError where samples of different lengths come to a task or a model that takes those of one."""
+    where = config.where("data.pad")
+    for name, field in task.fields.items():
+        padding = train.fields[name].padding if name in train.fields else None
+        if padding is not None and field.padding is None:
+            what = f"task.name={task.name} takes {name} of one length, and data.pad pads it to the longest of a pass"
+            fix = f"a model whose forward() has the parameters {name} and {padding.mask}; a loss of your own, which gets both; or "
+            raise UserError(what, where, fix + "task.name=language")
+        if padding is not None and not isinstance(task, Language) and not is_users_model(config.model):
+            what = f"model.name={config.model.name} takes samples of one length, and data.pad pads {name} to the longest of a pass"
+            raise UserError(what, where, "a model of your own, hvdtrain.train(model=...); or model.name=gpt with task.name=language")
+
+
 def build_source(config: Config, split: Split, codebook: CommonCodebook | None = None) -> Source:
     """One of the two sets. It needs no ranks: missing data is reported before any rank waits for another. Raises UserError.
 
@@ -162,7 +178,7 @@ def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
     check_splits = None if plugins.is_users_own(config.data) else getattr(_plugin(config), "check_splits", None)
     if check_splits:
         check_splits(_root(config))
-    return Division(_open(config, "train", codebook), _open(config, "val", codebook))
+    return Division(*bounded_alike(_open(config, "train", codebook), _open(config, "val", codebook)))
 
 
 def _plugin(config: Config) -> ModuleType:
@@ -177,6 +193,9 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     """A set as the plugin of data.name gives it. Raises UserError."""
     if plugins.is_users_own(config.data):
         return _open_own(config, split)
+    if config.data.pad:
+        what = f"data.pad is of data of your own whose samples have different lengths; those of data.name={config.data.name} have one"
+        raise UserError(what, config.where("data.pad"), "leave it out; or a torch Dataset, or a dict with a list of arrays")
     make = _plugin(config).build
     options = plugins.convert_options(config.data, "data/datasets")
     _check_workers(config, make, options)
@@ -219,7 +238,16 @@ def _open_own(config: Config, split: Split) -> Source:
     if config.data.stage is not None:
         raise UserError("data.stage copies the files of hvdtrain's own data sets", config.where("data.stage"), "leave it out")
     found = plugins.call_own(config.data, {"name": config.data.name, "root": _root(config), "split": split})
-    return as_source(found, f"{config.data.name}, {split}", where, config.data.workers, names_to_keep(config))
+    return as_source(found, f"{config.data.name}, {split}", where, config.data.workers, names_to_keep(config), padding_of(config))
+
+
+def padding_of(config: Config) -> dict[str, Padding]:
+    """What data.pad and data.mask say. Raises UserError where they do not fit each other."""
+    pad, masks = config.data.pad, config.data.mask
+    if other := next((name for name in masks if name not in pad), None):
+        what = f"data.mask names the mask of {other}, which data.pad does not have"
+        raise UserError(what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out")
+    return {name: Padding(value, masks.get(name, f"{name}_mask")) for name, value in pad.items()}
 
 
 def unstaged(config: Config) -> Config:

@@ -17,8 +17,9 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.sampler import BlockShuffle, Positions, WeightedDraws, largest_share, parts_of_rank
-from hvdtrain.data.source import Source, crops_at_random, read_in_epochs, reads_from_memory, reads_in_process
+from hvdtrain.data.sampler import BlockShuffle, Positions, WeightedDraws, largest_share, parts_by_length, parts_of_rank, positions_of_rank
+from hvdtrain.data.source import Source, crops_at_random, known_lengths, read_in_epochs, reads_from_memory, reads_in_process
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
@@ -26,11 +27,17 @@ from hvdtrain.training.upcoming import Upcoming
 
 
 def split_step(
-    config: Config, progress: Progress, batch: int, first_batch: int, communicator: Communicator, draws: WeightedDraws | None = None
+    config: Config,
+    progress: Progress,
+    batch: int,
+    first_batch: int,
+    communicator: Communicator,
+    draws: WeightedDraws | None = None,
+    lengths: np.ndarray | None = None,
 ) -> list[Positions]:
     """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
 
-    draws: of data.sample_weights.
+    draws: of data.sample_weights. lengths: int64 (dataset,) of data.bucket_by, which puts similar ones into one micro-batch.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
     A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
@@ -41,6 +48,9 @@ def split_step(
     parts = parts_of_step(config.batch, batch, first_batch)
     passes = passes_of_step(config, share, batch, first_batch) // parts
     shuffle = draws or block_shuffle(config.data)
+    if lengths is not None:
+        whole = positions_of_rank(progress.samples, batch, 0, 1, progress.dataset, config.seed, sampling, shuffle)
+        return parts_by_length(whole, lengths, parts * passes, rank, size)
     shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling, shuffle)
     return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
 
@@ -51,6 +61,18 @@ DEFAULT_BLOCK = 256  # samples, of data that are not stored in blocks
 def block_shuffle(config: DataConfig) -> BlockShuffle | None:
     """The shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all samples."""
     return BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window) if config.shuffle == "blocks" else None
+
+
+def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
+    """Lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None without it. Raises UserError."""
+    if config.bucket_by is None:
+        return None
+    name, where = (next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by), config.where("bucket_by")
+    lengths = known_lengths(source, name)
+    if lengths is None:
+        fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
+        raise UserError(f"data.bucket_by={config.bucket_by} is no field whose samples have different lengths", where, fix)
+    return lengths
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
@@ -146,7 +168,7 @@ class Prefetcher:
         learner: Learner,
         draws: WeightedDraws | None = None,
     ) -> None:
-        self._config, self._draws = config, draws
+        self._config, self._draws, self._lengths = config, draws, lengths_to_sort_by(config.data, source)
         self._communicator = communicator
         self._recipe = recipe
         self._source = source
@@ -238,7 +260,9 @@ class Prefetcher:
 
     def _positions(self, progress: Progress) -> list[Positions]:
         readers, batch = self._learner.readers, self._recipe.at(progress).batch
-        return [] if readers is None else split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._draws)
+        if readers is None:
+            return []
+        return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._draws, self._lengths)
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
         return np.concatenate([np.empty(0, np.int64), *(positions.samples for positions in self._positions(progress))])

@@ -120,7 +120,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     lines = [
         *lines_of_ranks(config, job.communicator.name, job.hosts, engine_reason),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
-        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{job.prefetcher.summary}",
+        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{_padded(config)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
         f"recipe  {config.optim.name}, {_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
@@ -264,6 +264,12 @@ def _shuffle(config: Config) -> str:
         by = "of the script" if is_object(data.sample_weights) else f"data.sample_weights={data.sample_weights}"
         return f"drawn with replacement by weights, {by}, "
     return f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, " if data.shuffle == "blocks" else ""
+
+
+def _padded(config: Config) -> str:
+    """How samples of different lengths come together."""
+    by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
+    return f"padded to the longest of each pass{by}, " if config.data.pad else ""
 
 
 def _divided(config: Config) -> str:

@@ -211,7 +211,7 @@ class AskedSource(AroundSource):
         for name, field in self.fields.items():
             if field.values:
                 check_numbers(name, batch[name], field, self.where, indices)
-        return {name: _in_form(batch[name], field) for name, field in self.fields.items()}
+        return {name: _in_form(batch[name], field, self.source.fields[name]) for name, field in self.fields.items()}
 
 
 def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None) -> AskedSource:
@@ -227,7 +227,9 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
         given = {field: given[field] for field in given if field == only} or given
     if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
-    return AskedSource(as_source(given, name, where, workers, () if "x" in fields else tuple(fields)), fields, where)
+    padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
+    kept = () if "x" in fields else tuple(fields)
+    return AskedSource(as_source(given, name, where, workers, kept, padding), fields, where)
 
 
 def _whole_windows(tokens: Any, length: int) -> np.ndarray:
@@ -244,10 +246,15 @@ def _fits(found: Field, field: Field) -> bool:
     if is_image(field):
         images = as_images(np.zeros((1, *found.shape), found.dtype))
         return images is not None and images.shape[1:] == field.shape
-    return found.shape == field.shape or (field.shape == () and found.shape == (1,))
+    return field.fits(found) or (field.shape == () and found.shape == (1,))
 
 
-def _in_form(array: np.ndarray, field: Field) -> np.ndarray:
+def _in_form(array: np.ndarray, field: Field, found: Field) -> np.ndarray:
+    """Rows as a field has them; padded ones to the longest sample of the data, so that outputs of all passes have one shape."""
+    if field.padding is not None:
+        rows = [(0, 0)] * array.ndim
+        rows[1] = (0, found.shape[0] - array.shape[1])
+        return np.pad(array.astype(field.dtype, copy=False), rows, constant_values=field.padding.value)
     images = as_images(array) if is_image(field) else None
     array = array if images is None else images
     return np.ascontiguousarray(array.reshape(len(array), *field.shape), field.dtype)

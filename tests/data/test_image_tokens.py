@@ -39,7 +39,7 @@ def test_three_channels_of_another_source_with_its_options() -> None:
         "data.colours=300",
         "batch.size=8",
     ]
-    train, val, _ = open_datasets(configure(None, [*WORDS, *words]))
+    train, val, *_ = open_datasets(configure(None, [*WORDS, *words]))
     assert isinstance(train, TokenImages)
     assert train.pixels.dtype == np.uint16 and (len(train), len(val)) == (20, 8)
     images = synthetic.build("synthetic", None, "train", samples=20, shape=(4, 4, 3)).read(np.arange(20))["x"]
@@ -48,7 +48,7 @@ def test_three_channels_of_another_source_with_its_options() -> None:
 
 
 def test_a_part_for_validation_has_the_codebook_too() -> None:
-    train, val, _ = open_datasets(configure(None, [*WORDS, "data.val_share=0.1"]))
+    train, val, *_ = open_datasets(configure(None, [*WORDS, "data.val_share=0.1"]))
     assert len(train) + len(val) == 1437 and len(val) == 144
     codebook = codebook_of(train)
     assert codebook is not None and codebook_of(val) is codebook

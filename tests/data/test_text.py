@@ -38,7 +38,7 @@ def test_windows_of_bytes(tmp_path: Path) -> None:
 def test_one_file_is_divided(tmp_path: Path) -> None:
     (tmp_path / "book").write_bytes(TEXT.encode())
     path = tmp_path / "book"
-    train, val, _ = open_datasets(configure(None, words(path, "data.context=8", "data.val_share=0.25")))
+    train, val, *_ = open_datasets(configure(None, words(path, "data.context=8", "data.val_share=0.25")))
     assert abs(len(val) - (len(train) + len(val)) / 4) <= 1
     with pytest.raises(UserError, match="book is one file, without a validation set"):
         open_datasets(configure(None, words(path)))

@@ -136,7 +136,7 @@ def _with_fields_of(source: Source, task: Task, where: str) -> Source:
     for name, field in task.fields.items():
         found = source.fields.get(name)
         too_many = found is not None and field.values and found.values > field.values and found.values - 1 != field.ignored
-        if found is None or found.shape != field.shape or too_many:
+        if found is None or not field.fits(found) or too_many:
             what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(source.fields)}"
             raise UserError(what, where, "data with the fields of the run")
     return as_declared(source, task.fields)

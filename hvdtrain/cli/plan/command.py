@@ -39,7 +39,7 @@ from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.commands import RecipeCurve, draw_recipe
 from hvdtrain.tasks.classification import without_statistics
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, check_augmentation, published, unwritten
 from hvdtrain.training.job_memory import resident_bytes
@@ -100,7 +100,7 @@ def plan(arguments: Sequence[str]) -> int:
     limit = read_size(options.memory) if options.memory else None
     times = None if options.faults is None else read_fault_times(options.faults)
     data = training_data(options, config)
-    forecasts = [forecast(config, data.samples, ranks, data.task.sizes.get("context")) for ranks in options.ranks]
+    forecasts = [forecast(config, data.samples, ranks, tokens_of_sample(data.task)) for ranks in options.ranks]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])

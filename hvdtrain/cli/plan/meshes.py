@@ -18,7 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 from hvdtrain.recipe.batch import resolve_batch_size
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.memory import MARGIN, forecast_memory, gib
 
 _OF_A_PIPELINE = ("schedule", "virtual", "micro_batches")
@@ -151,7 +151,7 @@ def plan_meshes(
 
 def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
     """Work of a step of ranks that each have the whole model. Raises UserError where the job cannot run on so many."""
-    one = forecast(without_mesh(config, ranks), data.samples, ranks, data.task.sizes.get("context"))
+    one = forecast(without_mesh(config, ranks), data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error
     return _works(one, data.task, ranks, _features(config, several_nodes=False))[0]
@@ -166,7 +166,7 @@ def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
 
 def _row(config: Config, mesh: Mesh, data: Data, machine: Machine, features: frozenset[Feature], ranks: int) -> Row:
     """Raises UserError where the job cannot be divided so."""
-    one = forecast(config, data.samples, ranks, data.task.sizes.get("context"))
+    one = forecast(config, data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error
     works = _works(one, data.task, ranks, features)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.ragged import Ragged
 from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
@@ -122,14 +123,32 @@ def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]
     return inputs_and_target(columns, name, where)
 
 
-def columns_of_hugging_face(dataset: Any, name: str, where: str) -> dict[str, np.ndarray]:
-    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many numbers, read whole."""
+def columns_of_hugging_face(dataset: Any, name: str, where: str, padding: Collection[str] = ()) -> dict[str, Any]:
+    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many numbers, read whole.
+
+    padding: columns whose lists have different lengths, each as Ragged; the others keep their names then, but for the target.
+    """
     table = dataset.with_format("arrow")[:]  # in the order of the data set, which a shuffle or a filter gave it
-    columns = {}
+    columns: dict[str, Any] = {}
     for column in table.column_names:
         values = table[column].combine_chunks()
-        columns[column] = _numbers(from_arrow(values, column, name, where), column, name, where)
-    return inputs_and_target(columns, name, where)
+        if column in padding and hasattr(values, "value_lengths"):
+            columns[column] = _ragged(values, column, name, where)
+        else:
+            columns[column] = _numbers(from_arrow(values, column, name, where), column, name, where)
+    if not padding:
+        return inputs_and_target(columns, name, where)
+    target = next((column for column in TARGETS if column in columns), None)
+    return {"y" if column == target else column: values for column, values in columns.items()}
+
+
+def _ragged(values: Any, column: str, name: str, where: str) -> Ragged:
+    """Lists of different lengths as one."""
+    if values.null_count:
+        raise UserError(f"column {column!r} of {name} lacks {values.null_count} values", where, "fill them, or remove these rows")
+    lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+    flat = _numbers(from_arrow(values.flatten(), column, name, where), column, name, where)
+    return Ragged(flat, np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def is_read_by_row(dataset: Any) -> bool:
@@ -170,7 +189,7 @@ def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
     lengths = np.array([values.type.list_size]) if is_fixed else np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
     if len(lengths) > 1:
         what = f"column {column!r} of {name} has lists of {lengths.min()} to {lengths.max()} numbers"
-        raise UserError(what, where, "pad or cut them to one length")
+        raise UserError(what, where, f"data.pad={{{column}: 0}}, which pads those of a pass to its longest; or lists of one length")
     inner = from_arrow(values.flatten(), column, name, where)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
@@ -20,7 +21,19 @@ from hvdtrain.data.own.arrays import (
     read_safetensors,
 )
 from hvdtrain.data.own.dataset import DatasetSource, from_dataset
-from hvdtrain.data.source import AroundSource, Field, LabelledImages, NamedArrays, Source, check_numbers, known_labels, read_in_epochs
+from hvdtrain.data.own.sequences import from_ragged, is_ragged
+from hvdtrain.data.ragged import PaddedArrays
+from hvdtrain.data.source import (
+    AroundSource,
+    Field,
+    LabelledImages,
+    NamedArrays,
+    Padding,
+    Source,
+    check_numbers,
+    known_labels,
+    read_in_epochs,
+)
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 
+_NO_PADDING: Mapping[str, Padding] = MappingProxyType({})
 _GIVE = (
     'give a dict of arrays, one row for each sample: {"x": x, "y": y}; a pair of them; a list of a pair (x, y) for each sample; '
     "the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; a torch Dataset, or a tuple of it and its collate "
@@ -37,26 +51,34 @@ _INDEX = "a Dataset with __len__ and __getitem__, an index of where each sample 
 _SOURCE = ("fields", "read", "digests", "identity", "__len__")
 
 
-def as_source(given: object, name: str, where: str, workers: int | None = None, kept: tuple[str, ...] = ()) -> Source:
+def as_source(
+    given: object,
+    name: str,
+    where: str,
+    workers: int | None = None,
+    kept: tuple[str, ...] = (),
+    padding: Mapping[str, Padding] = _NO_PADDING,
+) -> Source:
     """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md), or of a class of the user's own.
 
     name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them. workers: processes that read a
     torch Dataset; None: those of its DataLoader, else none. kept: names of fields that stay in place of x and y: image, label.
+    padding: of fields whose samples have different lengths.
     Raises UserError for anything else, and where the data are not as they have to be.
     """
-    source = _as_source(given, name, where, workers, kept)
+    source = _as_source(given, name, where, workers, kept, padding)
     if not len(source):
         raise UserError(f"{name} has no samples", where, "data with one sample or more")
     return source
 
 
-def _as_source(given: object, name: str, where: str, workers: int | None, kept: tuple[str, ...]) -> Source:
+def _as_source(given: object, name: str, where: str, workers: int | None, kept: tuple[str, ...], padding: Mapping[str, Padding]) -> Source:
     if isinstance(given, (str, Path)):
         given = read_safetensors(Path(given).expanduser(), name, where)
     elif _is_a(given, "pandas", "DataFrame"):
         given = columns_of_frame(given, name, where)
     elif _is_a(given, "datasets", "Dataset") and not is_read_by_row(given):
-        given = columns_of_hugging_face(given, name, where)
+        given = columns_of_hugging_face(given, name, where, padding)
     elif _is_a(given, "torch", "TensorDataset"):
         given = _tensors(cast("Any", given).tensors, name, where)
     elif _is_pair(given):
@@ -64,6 +86,8 @@ def _as_source(given: object, name: str, where: str, workers: int | None, kept: 
     inputs: tuple[str, ...] = ()
     if isinstance(given, Mapping):
         given, inputs = flat_fields(given, name, where)
+    if isinstance(given, Mapping) and given and (padding or any(map(is_ragged, given.values()))):
+        return from_ragged(given, padding, name, where, inputs)
     _refuse_lists(given, name, where)
     if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
         if workers:
@@ -71,6 +95,7 @@ def _as_source(given: object, name: str, where: str, workers: int | None, kept: 
             raise UserError(what, where, "leave data.workers out")
         return from_arrays(given, name, where, inputs)
     if all(hasattr(given, member) for member in _SOURCE):
+        _refuse_padding(cast("Source", given), padding, name, where)
         return _checked(cast("Source", given), name)
     dataset, collate, loader = _parts(given)
     if type(dataset).__name__ == "DatasetDict":
@@ -78,7 +103,15 @@ def _as_source(given: object, name: str, where: str, workers: int | None, kept: 
     _refuse_iterable(dataset, name, where)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, (Mapping, np.ndarray)):
         raise UserError(f"{name} is {_described(given)}", where, _GIVE)
-    return from_dataset(dataset, collate, loader, name, where, workers, kept)
+    return from_dataset(dataset, collate, loader, name, where, workers, kept, padding)
+
+
+def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, where: str) -> None:
+    """Raises UserError where a source of the user's own does not pad a field itself."""
+    for name_of_field in padding:
+        if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
+            what = f"data.pad has {name_of_field}, and {name} is a source whose samples all have one length"
+            raise UserError(what, where, "leave data.pad out; or a torch Dataset, or a dict with a list of arrays")
 
 
 def _checked(source: Source, name: str) -> Source:
@@ -225,6 +258,21 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     values = {**source.values, **{name: kind.values for name, kind in declared.items()}}
     ignored = {name: kind.ignored for name, kind in declared.items() if kind.ignored is not None}
     return NamedArrays(arrays, values, source.where, ignored, source.nested_inputs)
+
+
+def bounded_alike(*sources: Source) -> list[Source]:
+    """The sources with padded fields up to the longest sample, and below the largest value, of any of them."""
+    kinds = [(name, kind) for source in sources for name, kind in source.fields.items() if kind.padding is not None]
+    longest = {name: max(kind.shape[0] for other, kind in kinds if other == name) for name, _ in kinds}
+    values = {name: max(kind.values for other, kind in kinds if other == name) for name, _ in kinds}
+    return [_bounded(source, longest, values) for source in sources] if kinds else list(sources)
+
+
+def _bounded(source: Source, longest: Mapping[str, int], values: Mapping[str, int]) -> Source:
+    if isinstance(source, (PaddedArrays, DatasetSource)):
+        return source.with_bounds(longest, values)
+    inner = getattr(source, "source", None)
+    return source if inner is None else dataclasses.replace(source, source=_bounded(inner, longest, values))  # type: ignore[type-var]
 
 
 def where_of(source: Source) -> str:

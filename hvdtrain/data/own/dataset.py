@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.own.samples import Samples, evaluation_seeds, probed, random_state_kept, training_seeds
-from hvdtrain.data.source import Field, check_indices, smallest
+from hvdtrain.data.own.samples import (
+    Samples,
+    evaluation_seeds,
+    lengths_of,
+    probed,
+    random_state_kept,
+    read_lengths,
+    training_seeds,
+    with_longest,
+)
+from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
+from hvdtrain.data.source import Field, Padding, check_indices, smallest
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 _SAMPLES = 64  # of a digest
 _VALUES = 2**24  # of a digest at most
 _DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DatasetSource:
@@ -26,14 +40,41 @@ class DatasetSource:
     Without workers the thread that needs samples reads them: the generators of a process are of all its threads.
     """
 
-    def __init__(self, samples: Samples, workers: int, notes: tuple[str, ...] = (), labels: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        workers: int,
+        notes: tuple[str, ...] = (),
+        labels: np.ndarray | None = None,
+        lengths: Mapping[str, np.ndarray] = _NOTHING,
+    ) -> None:
         self.notes = notes  # for the user
-        self._samples, self._labels = samples, labels
+        self._samples, self._labels, self._lengths = samples, labels, dict(lengths)
+        self._longest: dict[str, int] = {}
+        self._values: dict[str, int] = {}
         self._pool = WorkerPool(samples, workers) if workers else None
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        return self._samples.fields
+        padding = self._samples.padding
+        found: dict[str, Field] = {}
+        for name, kind in self._samples.fields.items():
+            if name in padding:
+                rows = max(LEAST, kind.shape[0], self._longest.get(name, 0))
+                bounded = kind._replace(shape=(rows, *kind.shape[1:]), values=self._values.get(name, kind.values))
+                found |= padded_fields(name, bounded, padding[name])
+            elif name.isidentifier():
+                found[name] = kind
+        return found
+
+    def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> DatasetSource:
+        """The source with the longest samples and the numbers of values of another one too."""
+        found = copy.copy(self)
+        found._longest, found._values = dict(longest), dict(values)
+        return found
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        return self._lengths.get(name)
 
     @property
     def reads_in_process(self) -> bool:
@@ -81,7 +122,20 @@ class DatasetSource:
 
     def _read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         check_indices(indices, len(self))
-        return self._read_here(indices, seeds) if self._pool is None else self._pool.read(indices, seeds)
+        return self._trimmed(self._read_here(indices, seeds) if self._pool is None else self._pool.read(indices, seeds))
+
+    def _trimmed(self, batch: Batch) -> Batch:
+        """Padded fields cut to their longest sample, with their masks."""
+        for name, padding in self._samples.padding.items():
+            lengths = batch.pop(lengths_of(name))
+            rows = min(padded_length(lengths, self.fields[name].shape[0]), self.fields[name].shape[0])
+            array = batch[name]
+            if rows > array.shape[1]:  # of no samples, or one row alone
+                array = np.concatenate(
+                    [array, np.full((len(array), rows - array.shape[1], *array.shape[2:]), padding.value, array.dtype)], 1
+                )
+            batch[name], batch[padding.mask] = np.ascontiguousarray(array[:, :rows]), mask_of(lengths, rows)
+        return batch
 
     def _read_here(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         with random_state_kept():
@@ -89,9 +143,18 @@ class DatasetSource:
 
 
 def from_dataset(
-    dataset: Any, collate: Any, loader: Any, name: str, where: str, workers: int | None, kept: tuple[str, ...] = ()
+    dataset: Any,
+    collate: Any,
+    loader: Any,
+    name: str,
+    where: str,
+    workers: int | None,
+    kept: tuple[str, ...] = (),
+    padding: Mapping[str, Padding] = _NOTHING,
 ) -> DatasetSource:
-    """The source of a map-style Dataset, of which the first sample is read. kept: names of fields that stay in place of x and y.
+    """The source of a map-style Dataset, of which the first sample is read; with padding all, where it does not tell their lengths.
+
+    kept: names of fields that stay in place of x and y.
 
     Raises UserError where it cannot be read, a sample read again is another one, or worker processes cannot have it.
     """
@@ -104,10 +167,12 @@ def from_dataset(
     seeds = evaluation_seeds(np.arange(len(dataset) if hasattr(dataset, "__len__") else 1)[:1])
     whole, labels = (labels_of(dataset, whole) for whole in (True, False))
     with random_state_kept():
-        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where, kept)
+        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where, kept, padding)
+        lengths = read_lengths(samples) if padding else {}
+        samples = with_longest(samples, {field: int(found.max()) for field, found in lengths.items()})
         _check_repeats(samples, where)
     known = labels if labels is not None and len(labels) == samples.samples else None
-    return DatasetSource(samples, workers or 0, tuple(notes), known)
+    return DatasetSource(samples, workers or 0, tuple(notes), known, lengths)
 
 
 def _check_repeats(samples: Samples, where: str) -> None:

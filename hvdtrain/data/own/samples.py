@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import TARGETS, flat_fields, has_channels_first, is_array, to_numpy
-from hvdtrain.data.source import Field
+from hvdtrain.data.ragged import check_padding
+from hvdtrain.data.source import Field, Padding
 from hvdtrain.errors import UserError, first_line, short
 
 _TRAINING, _EVALUATION = 0x747261, 0x6576616C  # two streams of counters
 
 
+_NOTHING: Mapping[str, Padding] = MappingProxyType({})
 _INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a sample's dict has is x
 
 
@@ -37,6 +40,7 @@ class Samples:
     name: str  # for messages
     kept: tuple[str, ...] = ()  # names of fields that stay in place of x and y
     nested_inputs: tuple[str, ...] = ()  # fields that a sample has inside of x
+    padding: Mapping[str, Padding] = dataclasses.field(default_factory=dict)  # of fields whose rows are padded to shape[0]
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples in fresh arrays; the generators of this process are left as the last of them left them."""
@@ -58,7 +62,12 @@ class Samples:
             sample = self.sample(index, seed)
             self._check(index, sample)
             for name, array in sample.items():
-                arrays[name][row] = array
+                if name in self.padding:
+                    arrays[name][row, : len(array)] = array
+                    arrays[name][row, len(array) :] = self.padding[name].value
+                    arrays[lengths_of(name)][row] = len(array)
+                else:
+                    arrays[name][row] = array
 
     def sample(self, index: int, seed: int) -> dict[str, np.ndarray]:
         """One sample, as its Dataset gives it with this random state."""
@@ -90,18 +99,30 @@ class Samples:
 
     def _check(self, index: int, sample: Mapping[str, np.ndarray]) -> None:
         what = f"sample {index} of {self.name}"
-        if sample.keys() != self.fields.keys():
-            raise UserError(
-                f"{what} has {_names(sample)}, the first one {_names(self.fields)}", self._where(), "the same names in all samples"
-            )
-        for name, field in self.fields.items():
+        fields = {name: field for name, field in self.fields.items() if name.isidentifier()}
+        if sample.keys() != fields.keys():
+            raise UserError(f"{what} has {_names(sample)}, the first one {_names(fields)}", self._where(), "the same names in all samples")
+        for name, field in fields.items():
             array = sample[name]
-            if array.dtype != field.dtype or array.shape != field.shape:
+            if name in self.padding and array.dtype == field.dtype and array.shape[1:] == field.shape[1:]:
+                self._check_length(what, name, array)
+            elif array.dtype != field.dtype or array.shape != field.shape:
                 shown = f"{what} has {name} as {array.dtype} {array.shape}, the first one as {field.dtype} {field.shape}"
-                raise UserError(shown, self._where(), "the same type and shape in all samples: convert, resize, cut or pad them")
+                fix = "the same type and shape in all samples: convert, resize, cut or pad them"
+                is_longer = array.dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
+                fix += f"; or data.pad={{{name}: 0}}, which pads those of a pass" if is_longer else ""
+                raise UserError(shown, self._where(), fix)
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 shown = f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite numbers"
                 raise UserError(shown, self._where(), "replace it, or leave the sample out of the data set")
+
+    def _check_length(self, what: str, name: str, array: np.ndarray) -> None:
+        longest = self.fields[name].shape[0]
+        if len(array) > longest:
+            shown = f"{what} has {len(array)} rows of {name}, and the longest one had {longest} when the job started"
+            raise UserError(
+                shown, self._where(), "cut it; or an attribute `lengths` of the Dataset, with the most that each sample may have"
+            )
 
     @property
     def where(self) -> str:
@@ -116,9 +137,24 @@ class Samples:
         return defined_at(self.collate or type(self.dataset).__getitem__)
 
 
-def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, seed: int, where: str, kept: tuple[str, ...] = ()) -> Samples:
+def lengths_of(name: str) -> str:
+    """What the lengths of a padded field are called among the arrays that are read: no field has such a name."""
+    return f"{name}.length"
+
+
+def probed(
+    dataset: Any,
+    collate: Any,
+    values: Mapping[str, int],
+    name: str,
+    seed: int,
+    where: str,
+    kept: tuple[str, ...] = (),
+    padding: Mapping[str, Padding] = _NOTHING,
+) -> Samples:
     """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
 
+    padding: of fields whose samples have different lengths; their longest is that of the first one here.
     Raises UserError where it has none, or it cannot be read.
     """
     try:
@@ -133,7 +169,43 @@ def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, see
         field: Field(str(array.dtype), array.shape, values.get(field, 0) if array.dtype.kind in "iu" else 0)
         for field, array in first.items()
     }
-    return dataclasses.replace(bare, fields=fields, nested_inputs=inputs)
+    check_padding(padding, {field: kind.dtype for field, kind in fields.items()}, where)
+    for field in padding:
+        if not fields[field].shape:
+            raise UserError(
+                f"data.pad has {field}, and {field} of {name} is one number", where, "fields with a row or more for each sample"
+            )
+        fields[lengths_of(field)] = Field("int64", ())
+    return dataclasses.replace(bare, fields=fields, nested_inputs=inputs, padding=dict(padding))
+
+
+def read_lengths(samples: Samples) -> dict[str, np.ndarray]:
+    """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of every sample, as it is evaluated.
+
+    Raises UserError where the attribute is none, or a sample cannot be read.
+    """
+    told = getattr(samples.dataset, "lengths", None)
+    if told is None or callable(told):
+        seeds = evaluation_seeds(np.arange(samples.samples))
+        rows: dict[str, list[int]] = {name: [] for name in samples.padding}
+        for index, seed in enumerate(seeds.tolist()):
+            sample = samples.sample(index, seed)
+            for name, counts in rows.items():
+                counts.append(len(sample[name]) if name in sample and sample[name].ndim else 0)
+        return {name: np.array(counts, np.int64) for name, counts in rows.items()}
+    by_name = told if isinstance(told, Mapping) else dict.fromkeys(samples.padding, told)
+    found = {name: np.asarray(by_name.get(name, ())) for name in samples.padding}
+    for name, array in found.items():
+        if array.shape != (samples.samples,) or array.dtype.kind not in "iu" or array.min() < 0:
+            what = f"`lengths` of {samples.name} has {array.dtype} {array.shape} for {name}, and there are {samples.samples} samples"
+            raise UserError(what, samples.defined_at, "whole numbers from 0 on, one for each sample")
+    return {name: array.astype(np.int64) for name, array in found.items()}
+
+
+def with_longest(samples: Samples, longest: Mapping[str, int]) -> Samples:
+    """The samples with so many rows of each padded field at most."""
+    fields = {name: kind._replace(shape=(longest[name], *kind.shape[1:])) for name, kind in samples.fields.items() if name in longest}
+    return dataclasses.replace(samples, fields={**samples.fields, **fields})
 
 
 def _fields_of(item: Any, what: str, where: str, kept: tuple[str, ...]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:

@@ -95,10 +95,11 @@ class Inputs:
         return batch.arrays
 
     def zeros(self, samples: int) -> DeviceBatch:
-        """Samples of zeros, in memory as to_device() leaves them."""
+        """Samples of zeros that are all real, in memory as to_device() leaves them."""
         fields = self._task.fields.items()
         arrays = {
-            name: torch.zeros((samples, *field.shape), dtype=getattr(torch, field.dtype), device=self.device) for name, field in fields
+            name: torch.full((samples, *field.shape), field.is_mask, dtype=getattr(torch, field.dtype), device=self.device)
+            for name, field in fields
         }
         arrays = self._contiguous({name: self._in_order(name, tensor) for name, tensor in arrays.items()})
         return DeviceBatch(samples, samples * (self._task.sample_weight or 1), arrays)

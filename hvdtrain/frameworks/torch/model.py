@@ -199,12 +199,12 @@ def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Calle
 
 
 def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The fields of `count` samples of zeros, images as (n, C, H, W), on the device of `like`."""
+    """The fields of `count` samples of zeros that are all real, images as (n, C, H, W), on the device of `like`."""
     batch = {}
     for name, field in task.fields.items():
         is_image = field.dtype == "uint8" and len(field.shape) == 3
         shape = (field.shape[2], *field.shape[:2]) if is_image else field.shape
-        batch[name] = torch.zeros((count, *shape), dtype=getattr(torch, field.dtype), device=like.device)
+        batch[name] = torch.full((count, *shape), field.is_mask, dtype=getattr(torch, field.dtype), device=like.device)
     return batch
 
 

@@ -85,6 +85,8 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 def _probe_field(field: Field, samples: int) -> np.ndarray:
     """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to 1."""
     values, dtype = samples * math.prod(field.shape), np.dtype(field.dtype)
+    if field.is_mask:
+        return np.ones((samples, *field.shape), bool)
     if dtype == np.uint8 and not field.values:
         words = fold(np.arange(-(-values // 8), dtype=np.uint64)).astype("<u8")
         return words.view(np.uint8)[:values].reshape(samples, *field.shape)
