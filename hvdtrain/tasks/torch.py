@@ -235,7 +235,8 @@ class TorchLanguage:
         return batch["tokens"][:, :-1].long()
 
     def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:
-        outputs = main_output(outputs)
+        if not hasattr(outputs, "cross_entropy"):  # else CutLogits, which is a tuple too
+            outputs = main_output(outputs)
         targets = batch["tokens"][:, 1:].long()  # (n, T)
         if self._ignore is not None:
             targets = targets.masked_fill(targets == self._ignore, _NONE)
