@@ -51,6 +51,11 @@ KEYS = {
     **dict.fromkeys(("hflip", "random_flip", "horizontal_flip"), "augment.flip"),
     **dict.fromkeys(("padding_mode", "pad_mode"), "augment.pad"),
     "mixup_alpha": "augment.mixup",
+    "cutmix_alpha": "augment.cutmix",
+    **dict.fromkeys(("randaugment", "rand_aug", "ra_num_ops", "num_ops"), "augment.rand_augment"),
+    "ra_magnitude": "augment.magnitude",
+    **dict.fromkeys(("jitter", "colour_jitter", "colorjitter"), "augment.color_jitter"),
+    **dict.fromkeys(("reprob", "random_erase", "random_erasing"), "augment.erase"),
     "task": "task.name",
     # model
     **dict.fromkeys(("model", "arch", "architecture", "net", "network", "backbone"), "model.name"),

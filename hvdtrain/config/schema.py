@@ -160,6 +160,34 @@ class AugmentConfig(Section):
         description="alpha: mix each image and its label with another sample's, in a proportion drawn from Beta(alpha, alpha) "
         "(Zhang 2017, arXiv:1710.09412)",
     )
+    cutmix: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="alpha: paste a box of another sample into each image, or mask, and mix labels by areas; the share outside of the box "
+        "is drawn from Beta(alpha, alpha) (Yun 2019, arXiv:1905.04899). With augment.mixup each sample has either, with probability 1/2",
+    )
+    rand_augment: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="operations on each image, one after the other, each drawn from 14 (RandAugment: Cubuk 2020, arXiv:1909.13719): 2",
+    )
+    magnitude: int = Field(
+        default=9, ge=0, le=30, description="of augment.rand_augment, as torchvision counts: 30 is a rotation of 30 degrees, a shear of 0.3"
+    )
+    color_jitter: list[Annotated[float, Field(ge=0, le=10)]] = Field(
+        default_factory=list,
+        max_length=4,
+        description="widths of random brightness, contrast, saturation, hue, as of torchvision's ColorJitter, in a random order, after "
+        "augment.rand_augment: [0.4,0.4,0.4,0.1]",
+    )
+    erase: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="probability of a box of random pixels, of 2 to 33 % of the image (Zhong 2017, arXiv:1708.04896)",
+    )
 
 
 class BatchConfig(Section):

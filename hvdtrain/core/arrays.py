@@ -30,8 +30,9 @@ def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
 
 # On the host {"x": uint8 (n, H, W, C), "y": int64 (n,)}; after Learner.to_device() arrays of the framework. Further keys, where they apply:
 #   "augmentation"          AugmentationParameters of "x"
-#   "partner_x", "partner_y", "partner_augmentation"    the same of the samples that mixup mixes in
-#   "mixup_weight"          float64 (n,), the weight of "x" in its mixture
+#   "partner_x", "partner_y", "partner_augmentation"    the same of the samples that are mixed in, by mixup or CutMix
+#   "mixup_weight"          float64 (n,), the weight of "y", and with mixup of "x", in the mixture
+#   "cutmix_box"            int64 (n, 4), the box of "partner_x" that is pasted into "x": top, bottom, left, right
 #   "w"                     float64 (n,), the weight of each sample's loss
 #   "indices", "partner_indices"    int64 (n,), in place of images and labels: samples of a data set that is cached on the device
 Batch = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.schema import DataConfig
+from hvdtrain.config.schema import AugmentConfig, DataConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
 
@@ -114,6 +114,23 @@ CROP = JobFeature(
         ),
     ),
 )
+
+
+def _magnitude_of_nothing(job: PlannedJob) -> Iterator[UserError]:
+    config = job.config.augment
+    if config.magnitude != AugmentConfig.model_fields["magnitude"].default and not config.rand_augment:
+        what = f"augment.magnitude={config.magnitude} is of augment.rand_augment, and there is none"
+        yield UserError(what, job.where("augment.magnitude"), "augment.rand_augment=2, or leave augment.magnitude out")
+
+
+def _half_a_turn(job: PlannedJob) -> Iterator[UserError]:
+    hue = job.config.augment.color_jitter[3:]
+    if hue and hue[0] > 0.5:
+        what = f"augment.color_jitter turns hues by up to {hue[0]:g} of the colour circle; 0.5 is all of it"
+        yield UserError(what, job.where("augment.color_jitter"), "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]")
+
+
+COLOURS = JobFeature(key="augment.rand_augment", on=always, rules=(_magnitude_of_nothing, _half_a_turn))
 
 
 # evaluate.views: what the model says of an image is the mean over several views of it.

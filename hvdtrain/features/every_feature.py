@@ -79,6 +79,7 @@ FEATURES: tuple[JobFeature, ...] = (
     data.PAD,
     data.BUCKETS,
     data.CROP,
+    data.COLOURS,
     optim.EMA,
     data.VIEWS,
     optim.GROUPS,

@@ -84,14 +84,17 @@ IGNORED_LABEL = JobFeature(
     chosen=lambda config: "task.ignore_label",
     examples=("task.ignore_label=0",),
     excludes=(
-        Exclusion(
-            "augment.mixup",
-            Values(bool, 0.2),
-            what="augment.mixup mixes each sample with any other, and task.ignore_label leaves some without a class to mix",
-            where="task.ignore_label",
-            fix="augment.mixup=0, or leave task.ignore_label out",
-            when=_is_classification,
-            why="some samples have no class to mix",
+        *(
+            Exclusion(
+                key,
+                Values(bool, 0.2),
+                what="{key} mixes each sample with any other, and task.ignore_label leaves some without a class to mix",
+                where="task.ignore_label",
+                fix="{key}=0, or leave task.ignore_label out",
+                when=_is_classification,
+                why="some samples have no class to mix",
+            )
+            for key in ("augment.mixup", "augment.cutmix")
         ),
         Exclusion(
             "log.noise_scale",

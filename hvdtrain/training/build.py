@@ -145,9 +145,11 @@ def check_task(config: Config, task: Task) -> None:
         raise UserError(
             f"task.name={task.name} has a metric or a sum named {short(wrong[0])}", where, "another name: a word that is not taken"
         )
-    if config.augment.mixup and "classes" not in task.sizes:
-        what = f"augment.mixup mixes the labels of classes, which task.name={task.name} does not have"
-        raise UserError(what, config.where("augment.mixup"), "augment.mixup=0")
+    for key in ("mixup", "cutmix"):
+        has_part = key == "cutmix" and getattr(task, "masks", {})
+        if getattr(config.augment, key) and "classes" not in task.sizes and not has_part:
+            what = f"augment.{key} mixes the labels of classes, which task.name={task.name} does not have"
+            raise UserError(what, config.where(f"augment.{key}"), f"augment.{key}=0")
     make_views(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
         what = f"log.noise_scale compares means over samples, and with task.name={task.name} their weights differ"

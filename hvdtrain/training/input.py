@@ -17,6 +17,8 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
+from hvdtrain.data.images.cutmix import paste
+from hvdtrain.data.images.masks import moved_masks
 from hvdtrain.data.sampler import BlockShuffle, Positions, WeightedDraws, largest_share, parts_by_length, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import Source, crops_at_random, known_lengths, read_in_epochs, reads_from_memory, reads_in_process
 from hvdtrain.errors import UserError
@@ -117,18 +119,26 @@ def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Confi
         shape = height, width, channels
         parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
-        partners = augment.mixup_partners(augmentation, config.seed, epochs, samples, len(source))
+        partners = augment.partners_of(augmentation, config.seed, epochs, samples, len(source))
         if partners is not None:
             batch["partner_augmentation"] = augment.draw(augmentation, config.seed, epochs, partners, shape)
-            batch["mixup_weight"] = parameters.mixup_weight
+            batch |= {key: value for key in ("mixup_weight", "cutmix_box") if (value := getattr(parameters, key)) is not None}
             if cached_on_device:
                 batch["partner_indices"] = partners
             else:
-                partner_batch = read_in_epochs(source, partners, epochs, config.seed)
-                batch["partner_x"], batch["partner_y"] = partner_batch["x"], partner_batch["y"]
+                batch |= _partners(batch, read_in_epochs(source, partners, epochs, config.seed), moved_masks(source))
     if hyper.sample_noise:
         batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)
     return batch
+
+
+def _partners(batch: Batch, partners: Batch, masks: tuple[str, ...]) -> Batch:
+    """What a batch gets of the samples that it is mixed with: images and labels; of masks the pixels in its boxes, and then no label."""
+    if not masks:
+        return {"partner_x": partners["x"], "partner_y": partners["y"]}
+    del batch["mixup_weight"]
+    pasted = {name: paste(batch[name], partners[name], batch["cutmix_box"]) for name in masks}
+    return {"partner_x": partners["x"], **pasted}
 
 
 DEFAULT_STEPS_AHEAD = 2

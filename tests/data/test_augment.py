@@ -98,7 +98,7 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
     counts = np.bincount((d.shift + 4) @ [9, 1], minlength=81)
     assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8  # chi-square, 80 degrees of freedom, 99.9 %
     assert d.flipped.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
-    others = augment.mixup_partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
+    others = augment.partners_of(ALL, 1, np.full(n, 3), np.arange(n), 1000)
     each = np.column_stack([d.shift, d.flipped, d.cutout_box[:, ::2], d.mixup_weight, abs(d.mixup_weight - 0.5), others])
     assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "random numbers are independent"
 
@@ -154,12 +154,12 @@ def test_mixup_weights_follow_the_beta_distribution(alpha: float) -> None:
         assert (share < edge).mean() == pytest.approx((other < edge).mean(), abs=4 * (0.5 / n) ** 0.5)
 
 
-def test_mixup_partners_are_uniform_over_the_data_set() -> None:
+def test_partners_of_are_uniform_over_the_data_set() -> None:
     n = 10_000
-    others = augment.mixup_partners(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
+    others = augment.partners_of(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
     assert others is not None and others.dtype == np.int64
     assert ((np.bincount(others, minlength=10) - n / 10) ** 2 / (n / 10)).sum() < 27.9  # chi-square, 9 degrees of freedom, 99.9 %
-    assert augment.mixup_partners(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
+    assert augment.partners_of(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
 
 
 def test_crop_boxes_are_distributed_as_those_of_torchvision() -> None:
@@ -244,10 +244,14 @@ def test_augmentations_that_may_leave_nothing_of_an_image_are_errors(words: list
     assert augment.is_enabled(config.augment) and not augment.is_enabled(AugmentConfig())
 
 
-def mixture(n: int) -> Batch:
-    rng, d = np.random.default_rng(4), augmentation(ALL, n, (7, 6, 2))
-    partners = augment.draw(ALL, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
-    labels = {
+MIXTURES = {"mixup": ALL, "cutmix": ALL.replace(mixup=0.0, cutmix=1.0, erase=0.5), "either": ALL.replace(cutmix=1.0)}
+
+
+def mixture(n: int, config: AugmentConfig) -> Batch:
+    rng, d = np.random.default_rng(4), augmentation(config, n, (7, 6, 2))
+    partners = augment.draw(config, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
+    boxes = {} if d.cutmix_box is None else {"cutmix_box": d.cutmix_box}
+    labels = boxes | {
         "y": rng.integers(0, 3, n),
         "partner_y": rng.integers(0, 3, n),
         "mixup_weight": d.mixup_weight,
@@ -256,16 +260,21 @@ def mixture(n: int) -> Batch:
     return labels | {"x": images(n, (7, 6, 2)), "partner_x": images(n, (7, 6, 2), 1), "augmentation": d, "partner_augmentation": partners}
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> None:
+@pytest.mark.parametrize(("loss", "kind"), [*(("cross_entropy", kind) for kind in MIXTURES), ("squared_error", "mixup")])
+def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str, kind: str) -> None:
     """The losses of two smoothed labels, each by its own formula, and their gradient (softmax or logits less the mixed label) times x."""
     words = ["model.name=linear", f"model.loss={loss}", "model.label_smoothing=0.3", "speed.precision=fp64", "batch.size=8"]
-    data, task = mixture(7), Classification((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+    class_weights = (0.5, 1.0, 2.0) if kind == "either" else None
+    data = mixture(7, MIXTURES[kind])
+    task = Classification((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]), top_k=2, class_weights=class_weights)
     share, parts = (
         data["mixup_weight"][:, None],
         (augment.apply(data["x"], data["augmentation"]), augment.apply(data["partner_x"], data["partner_augmentation"])),
     )
     x = np.floor(share[:, None, None] * parts[0] + (1 - share[:, None, None]) * parts[1] + 0.5)
+    for place, (top, bottom, left, right) in enumerate(data.get("cutmix_box", np.zeros((7, 4), int))):
+        x[place] = x[place] if kind == "mixup" or (kind == "either" and bottom == 0) else parts[0][place]
+        x[place, top:bottom, left:right] = parts[1][place, top:bottom, left:right]
     x = ((x / 255 - task.mean) / task.std).transpose(0, 3, 1, 2).reshape(7, -1)
     weights = {"p.fc.weight": np.random.default_rng(5).normal(size=(3, 84)) / 9, "p.fc.bias": np.array([0.3, -0.2, 0.1])}
     logits = x @ weights["p.fc.weight"].T + weights["p.fc.bias"]
@@ -275,7 +284,10 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> N
         error, each, each2 = p, -(label * np.log(p)).sum(1), -(label2 * np.log(p)).sum(1)
     else:
         error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
-    error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
+    first, second = (np.array(class_weights or (1.0, 1.0, 1.0))[data[y]] for y in ("y", "partner_y"))  # (7,)
+    each, each2 = first * each, second * each2
+    error = share * first[:, None] * (error - label) + (1 - share) * second[:, None] * (error - label2)
+    error = data["w"][:, None] * error / 7
     for framework in ("numpy", "torch", "jax"):
         config = configure(None, [*words, f"framework={framework}"])
         one = build_learner(config, task, SingleProcessCommunicator())

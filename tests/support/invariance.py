@@ -33,7 +33,10 @@ GROWN = (  # a recipe with nearly everything
     'optim.groups=[{"names":"*.bias","rate":3,"momentum":0.7},{"names":"fc.*","rate":1.5,"decay":2}]'
 )
 SYNC = "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20"
-SEEN = "augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6"
+SEEN = (
+    "augment.flip=alternating augment.crop=1 augment.pad=reflect augment.rand_augment=1 augment.color_jitter=[0.4,0.4] augment.erase=0.5 "
+    "augment.cutmix=1.0 evaluate.views=6"
+)
 JOBS = {
     "numpy softmax": f"framework=numpy model.name=linear optim.base_lr=0.05 {SEEN}",
     "torch softmax": f"model.name=linear optim.base_lr=0.05 {SEEN}",

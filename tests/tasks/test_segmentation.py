@@ -25,6 +25,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.masks import MovedMasks, move, with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source
+from hvdtrain.data.sampler import Positions
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import unet
@@ -33,9 +34,11 @@ from hvdtrain.tasks.segmentation import Segmentation
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.input import read_batch
 
 UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2"]
 WORDS = ["data.name=own_data:shapes", "task.name=segmentation", "task.ignore_label=255", *UNET, "speed.precision=fp64", "optim.name=sgd"]
+HYPER = Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12)
 SHARES = {1: [0, 12], 2: [0, 9, 12], 3: [0, 1, 3, 12]}  # where the ranks' samples begin and end
 
 
@@ -165,8 +168,62 @@ def test_a_resized_crop_takes_the_nearest_pixel() -> None:
     assert ((images > 127) == moved).mean() > 0.99
 
 
+def test_cutmix_pastes_masks_as_images() -> None:
+    """Of images that are their masks; no label is mixed. The second sample moves with its own parameters."""
+    masks = np.random.default_rng(1).integers(1, 9, (40, 10, 8)).astype(np.uint8)
+    source = as_source({"x": masks[..., None], "y": masks}, "mine", "data.name")
+    config = configure(None, ["augment.cutmix=1", "augment.crop=2", "augment.flip=true", "augment.erase=0"])
+    positions = Positions(np.arange(40), np.arange(40) // 10)
+    batch = read_batch(with_moved_masks(source, {"y": 0}, config.augment), positions, HYPER, config, cached_on_device=False)
+    assert not batch.keys() & {"mixup_weight", "partner_y"}
+    images = augment.augment_batch(batch)["x"][..., 0]
+    assert (images == batch["y"]).all() and (batch["cutmix_box"][:, 1] > 0).mean() > 0.8
+    alone = configure(None, ["augment.crop=2", "augment.flip=true"])
+    without = read_batch(with_moved_masks(source, {"y": 0}, alone.augment), positions, HYPER, alone, cached_on_device=False)
+    assert 0.1 < (without["y"] != batch["y"]).mean() < 0.6
+
+
+def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_ranks() -> None:
+    """The sum over pixels of what one process reads of all 12 samples, with all augmentations of masks."""
+    words = "augment.rand_augment=2 augment.magnitude=20 augment.cutmix=1.0 augment.erase=0.5 augment.color_jitter=[0.4,0.4,0.4,0.1]"
+    config = configure(None, [*WORDS, *words.split(), "batch.size=12"])
+    plain, task = declared()
+    source = with_moved_masks(plain, task.masks, config.augment)
+
+    def read(one: Any, rows: np.ndarray, step: int) -> Any:
+        return one.to_device(read_batch(source, Positions(rows, np.full(len(rows), step)), HYPER, config, cached_on_device=False))
+
+    alone = learner_of(task, SingleProcessCommunicator())
+    model, first = alone.model, {name: array.copy() for name, array in alone.state().items()}
+    for step in range(2):
+        batch = read(alone, np.arange(12), step)
+        assert (batch.arrays["y"].numpy() != own_data.shapes("val")["y"]).mean() > 0.1
+        x = torch.tensor((batch.arrays["x"].permute(0, 2, 3, 1).numpy() / 255 - task.mean) / task.std).permute(0, 3, 1, 2)
+        loss = loss_by_hand(model(x), batch.arrays["y"].long(), 0.0)
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                p.sub_(gradient, alpha=0.3)
+    expected = {f"p.{name}": p.detach().numpy() for name, p in model.named_parameters()}
+
+    def trained(rank: Communicator) -> dict[str, np.ndarray]:
+        one, edges = learner_of(task, rank, first), SHARES[rank.size]
+        rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
+        for step in range(2):
+            micro = [read(one, part, step) for part in (rows[:4], rows[4:])]
+            one.step(micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step)
+        found: dict[str, np.ndarray] = one.state()
+        return found
+
+    for size in (1, 2, 3):
+        for found in in_threads(size, trained):
+            for name, array in expected.items():
+                np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-14)
+
+
 def test_what_comes_from_outside_needs_a_label() -> None:
     source, _ = declared()
+    with pytest.raises(UserError, match=r"rand_augment=2 shows black .* no class\n.*\n  fix: task\.ignore_label=255 .*rand_augment=0"):
+        with_moved_masks(source, {"y": None}, configure(None, ["augment.rand_augment=2"]).augment)
     with pytest.raises(UserError, match=r"which have no class\n.*\n  fix: task\.ignore_label=255 leaves them out; or augment\.pad=reflect"):
         with_moved_masks(source, {"y": None}, configure(None, ["augment.crop=2"]).augment)
     assert with_moved_masks(source, {"y": None}, AugmentConfig()) is source
@@ -178,6 +235,7 @@ def test_what_comes_from_outside_needs_a_label() -> None:
 def test_a_stopped_job_goes_on_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*WORDS, "batch.size=7", "batch.micro=4", "optim.base_lr=0.5", "augment.crop=2", "augment.flip=true", "task.dice=0.3"]
+    words += ["augment.rand_augment=2", "augment.cutmix=1", "augment.erase=0.5"]
     for run, more in (("whole", ["max_steps=9"]), ("parts", ["max_steps=4"]), ("parts", ["max_steps=9", "resume=auto"])):
         assert main([*words, f"run={run}", *more]) == 0
     weights = [files.read_arrays(files.finished(tmp_path / run)[-1], 2**20)["p.head.weight"] for run in ("whole", "parts")]
@@ -274,9 +332,9 @@ def test_data_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray, options:
         as_declared(source, segmentation.build("segmentation", source, source, "task.name", **options).fields)
 
 
-@pytest.mark.parametrize("word", ["augment.mixup=0.3", "framework=jax", "data.resident=true"])
+@pytest.mark.parametrize("word", ["augment.mixup=0.3", "augment.mixup=0.3 augment.cutmix=1.0", "framework=jax", "data.resident=true"])
 def test_what_segmentation_cannot_do_is_refused(word: str) -> None:
-    config = configure(None, [*WORDS, "batch.size=8", word])
+    config = configure(None, [*WORDS, "batch.size=8", *word.split()])
     with pytest.raises(UserError, match=word.partition("=")[0]):
         found = open_datasets(config)
         learner = build_learner(config, found.task, SingleProcessCommunicator())

@@ -276,6 +276,7 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
         ("task.name=language", numbers(tokens=np.zeros((4, 3), np.int64)), r"tokens are int64 \(3,\)"),
         ("task.name=language task.ignore=11", own_data.tokens("train"), "task.ignore=11 is no token: they are 0 to 10"),
         ("task.name=regression augment.mixup=0.2", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.mixup mixes the labels of classes"),
+        ("task.name=regression augment.cutmix=1.0", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.cutmix mixes the labels of classes"),
         ("task.name=language task.ignore=0 log.noise_scale=true", own_data.tokens("train"), "log.noise_scale compares means over samples"),
     ],
 )

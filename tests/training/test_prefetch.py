@@ -78,7 +78,10 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     return found
 
 
-AUGMENTED = "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 batch.micro=3 recipe.sample_noise=0.5 optim.base_batch=4"
+AUGMENTED = (
+    "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 augment.cutmix=1.0 augment.erase=0.5 augment.color_jitter=[0.4] "
+    "batch.micro=3 recipe.sample_noise=0.5 optim.base_batch=4"
+)
 
 
 @pytest.mark.parametrize("words", ["", AUGMENTED])

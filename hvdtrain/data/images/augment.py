@@ -1,4 +1,4 @@
-"""Augmentation of training images: crop, flip, cutout, mixup; their random parameters, and their effect on a batch.
+"""Augmentation of training images: their random parameters, and their effect on a batch.
 
 The parameters of a sample are a pure function of (seed, epoch, sample): they depend neither on the ranks nor on the rest of the batch.
 """
@@ -12,15 +12,23 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
+from hvdtrain.data.images.cutmix import blend_weights, cutmix_boxes, in_boxes, paste, remaining_shares
+from hvdtrain.data.images.erasing import erase_boxes, has_box, random_pixels
+from hvdtrain.data.images.operations import HostArrays, apply_operations
+from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, resized_crop, uniform
 from hvdtrain.errors import UserError
 
-# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: resized_crop.py.
+# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: resized_crop.py;
+# from 64 on: random_operations.py; from 104 on: erasing.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
 _MIXUP_WEIGHT = range(5, 7)
-_MIXUP_PARTNER = range(7, 8)
+_PARTNER = range(7, 8)  # of mixup and of CutMix
+_CUTMIX_WEIGHT = range(40, 42)
+_CUTMIX_CENTRE = range(42, 44)
+_IS_CUTMIX = range(44, 45)
 MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
 
 
@@ -31,8 +39,13 @@ class AugmentationParameters(NamedTuple):
     shift: np.ndarray | None = None  # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is black
     reflected_shift: np.ndarray | None = None  # the same where the image goes on mirrored outside, without the pixels of its border
     flipped: np.ndarray | None = None  # bool (n,), left to right
+    operation: np.ndarray | None = None  # int64 (n, k), of operations.py, by RandAugment and then colour jitter
+    argument: np.ndarray | None = None  # float64 (n, k), of the operations
+    erase_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the box of random pixels; 0, 0, 0, 0 without one
+    erase_key: np.ndarray | None = None  # uint64 (n,), which the random pixels follow from
     cutout_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
-    mixup_weight: np.ndarray | None = None  # float64 (n,), of the image itself in its mixture: lambda of Zhang 2017
+    cutmix_box: np.ndarray | None = None  # int64 (n, 4), of the partner's pixels; without a pixel where mixup has been drawn
+    mixup_weight: np.ndarray | None = None  # float64 (n,), of the image's own label: lambda of Zhang 2017, of Yun 2019 after clipping
 
 
 def is_enabled(augment: AugmentConfig) -> bool:
@@ -41,8 +54,9 @@ def is_enabled(augment: AugmentConfig) -> bool:
 
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
-    """Raises UserError where an image of `shape`, (H, W, C), might become all black."""
-    height, width, _ = shape
+    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or has no colours that can be changed so."""
+    height, width, channels = shape
+    _check_channels(augment, channels)
     images = f"images of {height} x {width} pixels"
     if augment.crop >= min(height, width):
         what = f"augment.crop={augment.crop} may leave nothing of {images}"
@@ -52,11 +66,23 @@ def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> N
         raise UserError(what, augment.where("cutout"), f"less than {max(height, width)}")
 
 
+def _check_channels(augment: AugmentConfig, channels: int) -> None:
+    changes = "rand_augment" if augment.rand_augment else "color_jitter" if any(augment.color_jitter[1:]) else ""
+    if changes and channels not in (1, 3):
+        what = f"augment.{changes} computes the grey of images of 1 or 3 channels; these have {channels}"
+        fix = f"leave augment.{changes} out; brightness alone, augment.erase and augment.cutmix take any channels"
+        raise UserError(what, augment.where(changes), fix)
+    if channels == 1 and any(augment.color_jitter[2:]):
+        what = "augment.color_jitter has a saturation or a hue, which images of 1 channel do not have"
+        shown = ",".join(f"{width:g}" for width in augment.color_jitter[:2])
+        raise UserError(what, augment.where("color_jitter"), f"augment.color_jitter=[{shown}]: brightness and contrast")
+
+
 def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
     """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`, (H, W, C)."""
     height, width, _ = shape
     keys = draw_keys(seed, epochs, samples)
-    crop_box = shift = reflected_shift = flipped = cutout_box = mixup_weight = None
+    crop_box = shift = reflected_shift = flipped = cutout_box = erase_box = erase_key = None
     if augment.resized_crop:
         crop_box = crop_boxes(keys, augment.resized_crop, height, width)
     elif augment.crop:
@@ -67,46 +93,83 @@ def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndar
         flipped = (uniform(draw_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (epochs % 2 == 1)
     elif augment.flip:
         flipped = uniform(keys, _FLIP)[:, 0] < 0.5
+    if augment.erase:
+        erase_box, erase_key = erase_boxes(keys, augment.erase, height, width), keys
     if augment.cutout:
         cutout_box = _cutout_boxes(uniform(keys, _CUTOUT), augment.cutout, height, width)
-    if augment.mixup:
-        mixup_weight = _mixup_weights(uniform(keys, _MIXUP_WEIGHT), augment.mixup)
-    return AugmentationParameters(crop_box, shift, reflected_shift, flipped, cutout_box, mixup_weight)
+    places = crop_box, shift, reflected_shift, flipped
+    colours = *_operations(augment, keys, height, width), erase_box, erase_key, cutout_box
+    return AugmentationParameters(*places, *colours, *_mixtures(augment, keys, height, width))
 
 
-def mixup_partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int) -> np.ndarray | None:
-    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with equal probability. None without mixup.
+def _operations(augment: AugmentConfig, keys: np.ndarray, height: int, width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """AugmentationParameters.operation and argument."""
+    drawn = []
+    if augment.rand_augment:
+        drawn.append(rand_augment(keys, augment.rand_augment, augment.magnitude, height, width))
+    if any(augment.color_jitter):
+        drawn.append(color_jitter(keys, augment.color_jitter))
+    if not drawn:
+        return None, None
+    operations, arguments = zip(*drawn, strict=True)
+    return np.concatenate(operations, 1), np.concatenate(arguments, 1)
 
-    Zhang 2017 mixes a batch with a permutation of itself; that would depend on how the batch is split into ranks and micro-batches.
+
+def _mixtures(augment: AugmentConfig, keys: np.ndarray, height: int, width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """AugmentationParameters.cutmix_box and mixup_weight; with both, each sample has one of them with probability 1/2, as in timm."""
+    weight = _beta(uniform(keys, _MIXUP_WEIGHT), augment.mixup) if augment.mixup else None
+    if not augment.cutmix:
+        return None, weight
+    drawn = _beta(uniform(keys, _CUTMIX_WEIGHT), augment.cutmix)
+    box = cutmix_boxes(drawn, uniform(keys, _CUTMIX_CENTRE), height, width)
+    if weight is None:
+        return box, remaining_shares(box, height, width)
+    is_cutmix = uniform(keys, _IS_CUTMIX)[:, 0] < 0.5
+    box = np.where(is_cutmix[:, None], box, 0)
+    return box, np.where(is_cutmix, remaining_shares(box, height, width), weight)
+
+
+def partners_of(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int) -> np.ndarray | None:
+    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with equal probability.
+
+    None without mixup and CutMix.
+
+    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself; that would depend on how it is split into ranks and micro-batches.
     """
-    if not augment.mixup:
+    if not augment.mixup and not augment.cutmix:
         return None
-    return integers(uniform(draw_keys(seed, epochs, samples), _MIXUP_PARTNER)[:, 0], dataset)
+    return integers(uniform(draw_keys(seed, epochs, samples), _PARTNER)[:, 0], dataset)
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Applies "augmentation" to "x" and "partner_augmentation" to "partner_x", then mixes both with "mixup_weight".
+    """Applies "augmentation" to "x" and "partner_augmentation" to "partner_x", then mixes both by "mixup_weight" and "cutmix_box".
 
-    The result lacks "augmentation", "partner_x" and "partner_augmentation".
+    The result lacks "augmentation", "partner_x", "partner_augmentation" and "cutmix_box".
     """
-    return augment_batch_with(apply, mixup, batch)
+    return augment_batch_with(apply, mix, batch)
 
 
-def augment_batch_with(apply_to: Callable[[Any, AugmentationParameters], Any], mix: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
-    """augment_batch() with a framework's own apply() and mixup()."""
-    augmented = {key: value for key, value in batch.items() if key not in ("augmentation", "partner_x", "partner_augmentation")}
+_CONSUMED = ("augmentation", "partner_x", "partner_augmentation", "cutmix_box")
+
+
+def augment_batch_with(
+    apply_to: Callable[[Any, AugmentationParameters], Any], mix_both: Callable[[Any, Any, Any, Any], Any], batch: Batch
+) -> Batch:
+    """augment_batch() with a framework's own apply() and mix()."""
+    augmented = {key: value for key, value in batch.items() if key not in _CONSUMED}
     if batch.get("augmentation") is not None:
         augmented["x"] = apply_to(batch["x"], batch["augmentation"])
     if "partner_x" in batch:
         partner = batch["partner_x"]
         if batch.get("partner_augmentation") is not None:
             partner = apply_to(partner, batch["partner_augmentation"])
-        augmented["x"] = mix(augmented["x"], partner, batch["mixup_weight"])
+        boxes = batch.get("cutmix_box")
+        augmented["x"] = mix_both(augmented["x"], partner, blend_weights(batch.get("mixup_weight"), boxes), boxes)
     return augmented
 
 
 def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
-    """uint8 (n, H, W, C) -> the same, augmented by all but mixup. `x` is not changed."""
+    """uint8 (n, H, W, C) -> the same, augmented by all but mixup and CutMix. `x` is not changed."""
     x = np.ascontiguousarray(x)
     if parameters.crop_box is not None:
         x = resized_crop(x, parameters.crop_box, parameters.flipped)
@@ -114,7 +177,17 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
         x = x if parameters.shift is None else _shift(x, parameters.shift)
         x = x if parameters.reflected_shift is None else _shift(x, parameters.reflected_shift, reflects=True)
         x = x if parameters.flipped is None else _flip(x, parameters.flipped)
+    if parameters.operation is not None and parameters.argument is not None:
+        x = apply_operations(x, parameters.operation, parameters.argument, HostArrays())
+    if parameters.erase_box is not None and parameters.erase_key is not None:
+        x = _erase(x, parameters.erase_box, parameters.erase_key)
     return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
+
+
+def mix(x: np.ndarray, partner: np.ndarray, weights: np.ndarray | None, boxes: np.ndarray | None) -> np.ndarray:
+    """mixup() by weights, and paste() in boxes, where there are any; uint8 (n, H, W, C)."""
+    x = x if weights is None else mixup(x, partner, weights)
+    return x if boxes is None else paste(x, partner, boxes)
 
 
 def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -144,6 +217,15 @@ def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     return result
 
 
+def _erase(x: np.ndarray, boxes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    rows = has_box(boxes)
+    _, height, width, channels = x.shape
+    x = x.copy()
+    inside = in_boxes(boxes[rows], height, width)[..., None]
+    x[rows] = np.where(inside, random_pixels(keys[rows], height, width, channels), x[rows])
+    return x
+
+
 def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     _, height, width, channels = x.shape
     top, bottom, left, right = (edge[:, None] for edge in box.T)
@@ -163,7 +245,7 @@ def _cutout_boxes(drawn: np.ndarray, side: int, height: int, width: int) -> np.n
     return np.stack([first, first + side], axis=2).clip(0, np.array([[height], [width]])).reshape(-1, 4)
 
 
-def _mixup_weights(drawn: np.ndarray, alpha: float) -> np.ndarray:
+def _beta(drawn: np.ndarray, alpha: float) -> np.ndarray:
     """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a multiple of 1 / MIXUP_WEIGHT_STEPS.
 
     t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2 alpha degrees of freedom (Bailey 1994,

@@ -1,4 +1,4 @@
-"""Masks that move with their images: the nearest pixel under the crop, shift and flip that augmentation draws for a sample."""
+"""Masks that move with their images: the nearest pixel under the crop, shift, flip and RandAugment that are drawn for a sample."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.data.images.augment import AugmentationParameters, draw
+from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, moved_pixels
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 from hvdtrain.data.source import AroundSource, Source, read_in_epochs
 from hvdtrain.errors import UserError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def moves_pixels(augment: AugmentConfig) -> bool:
     """Whether an augmentation puts pixels in other places."""
-    return bool(augment.crop or augment.resized_crop or augment.flip)
+    return bool(augment.crop or augment.resized_crop or augment.flip or augment.rand_augment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +44,40 @@ class MovedMasks(AroundSource):
 
 def with_moved_masks(source: Source, masks: Mapping[str, int | None], augment: AugmentConfig) -> Source:
     """The source, whose masks move where augmentation moves pixels. Raises UserError where pixels from outside would have no class."""
-    if not masks or not moves_pixels(augment):
+    if not masks or not (moves_pixels(augment) or augment.cutmix):
         return source
-    if augment.crop and augment.pad == "zeros" and None in masks.values():
-        what = f"augment.crop={augment.crop} shows black pixels from outside of the image, which have no class"
-        raise UserError(what, augment.where("crop"), "task.ignore_label=255 leaves them out; or augment.pad=reflect")
+    key = "crop" if augment.crop and augment.pad == "zeros" else "rand_augment"
+    if getattr(augment, key) and None in masks.values():
+        what = f"augment.{key}={getattr(augment, key)} shows black pixels from outside of the image, which have no class"
+        instead = "augment.pad=reflect" if key == "crop" else "augment.rand_augment=0"
+        raise UserError(what, augment.where(key), f"task.ignore_label=255 leaves them out; or {instead}")
     return MovedMasks(source, {name: outside or 0 for name, outside in masks.items()}, augment)
+
+
+def moved_masks(source: Source) -> tuple[str, ...]:
+    """The fields that are masks of x, where their pixels move, or are pasted by CutMix, with those of x."""
+    return tuple(source.masks) if isinstance(source, MovedMasks) else ()
 
 
 def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:
     """Masks of integers (n, H, W) with the pixels that apply() of augment.py gives their images; of a resized crop the nearest."""
     rows, columns = _sources_of_pixels(parameters, *masks.shape)
+    moved = _taken(masks, rows[:, :, None], columns[:, None], outside)
+    if parameters.operation is None or parameters.argument is None:
+        return moved
+    height, width = masks.shape[1:]
+    for operation, argument in zip(parameters.operation.T, parameters.argument.T, strict=True):
+        of_places = np.flatnonzero(np.isin(operation, GEOMETRIC))
+        found = moved_pixels(operation[of_places], argument[of_places], height, width, HostArrays())
+        moved[of_places] = _taken(moved[of_places], *found, outside)
+    return moved
+
+
+def _taken(masks: np.ndarray, rows: np.ndarray, columns: np.ndarray, outside: int) -> np.ndarray:
+    """The pixels in these rows and columns of masks (n, H, W), integers that broadcast to its shape; `outside` of what is not in it."""
     n, height, width = masks.shape
-    found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1)[:, :, None], columns.clip(0, width - 1)[:, None]]
-    is_inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None]
+    found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1), columns.clip(0, width - 1)]
+    is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     return np.where(is_inside, found, np.asarray(outside, masks.dtype))
 
 

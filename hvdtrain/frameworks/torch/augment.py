@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import MIXUP_WEIGHT_STEPS, AugmentationParameters
+from hvdtrain.data.images.cutmix import paste
+from hvdtrain.data.images.erasing import has_box, random_pixels
+from hvdtrain.data.images.operations import apply_operations
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
 def augment_batch(batch: Batch) -> Batch:
     """Augmentation of data/images/augment.py for tensors "x", "partner_x" uint8 (n, C, H, W); the other values may be arrays or tensors."""
-    return augment.augment_batch_with(apply, mixup, batch)
+    return augment.augment_batch_with(apply, mix, batch)
 
 
 def apply(x: torch.Tensor, parameters: AugmentationParameters) -> torch.Tensor:
-    """uint8 (n, C, H, W) in channels_last order -> the same, augmented by all but mixup. `x` is not changed.
+    """uint8 (n, C, H, W) in channels_last order -> the same, augmented by all but mixup and CutMix. `x` is not changed.
 
     In host memory numpy does it, on a view: faster than torch's gathers, and without waking threads that others need.
     """
@@ -35,7 +40,50 @@ def apply_by_gathers(pixels: torch.Tensor, parameters: AugmentationParameters) -
         pixels = _shift_and_flip(pixels, parameters.reflected_shift, parameters.flipped, reflects=True)
     elif parameters.shift is not None or parameters.flipped is not None:
         pixels = _shift_and_flip(pixels, parameters.shift, parameters.flipped)
+    if parameters.operation is not None and parameters.argument is not None:
+        pixels = apply_operations(pixels, parameters.operation, parameters.argument, DeviceArrays(pixels))
+    if parameters.erase_box is not None and parameters.erase_key is not None:
+        pixels = _erase(pixels, parameters.erase_box, parameters.erase_key)
     return pixels if parameters.cutout_box is None else _cutout(pixels, parameters.cutout_box)
+
+
+class DeviceArrays:
+    """Tensors on the device of another one."""
+
+    xp: Any = torch
+    block = 2**28  # of a GPU, for which small pieces are slow; 2 GB of indices
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        return _to_device(np.ascontiguousarray(array), self._like)
+
+    def cast(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        return x.to(getattr(torch, dtype))
+
+    def take(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, index.reshape(-1)).reshape(*index.shape, *x.shape[1:])
+
+    def counts(self, index: torch.Tensor, length: int) -> torch.Tensor:
+        ones = torch.ones((), dtype=torch.int64, device=index.device).expand(index.numel())
+        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(0, index.reshape(-1), ones)
+
+
+def mix(x: torch.Tensor, partner: torch.Tensor, weights: np.ndarray | None, boxes: np.ndarray | None) -> torch.Tensor:
+    """mixup() by weights, and the partners' pixels in boxes, where there are any."""
+    x = x if weights is None else mixup(x, partner, weights)
+    if boxes is None:
+        return x
+    if x.device.type == "cpu":
+        images, partners = (tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner))
+        return torch.from_numpy(paste(images, partners, boxes)).permute(0, 3, 1, 2)
+    return paste_on_device(x, partner, boxes)
+
+
+def paste_on_device(x: torch.Tensor, partner: torch.Tensor, boxes: np.ndarray) -> torch.Tensor:
+    """paste() of cutmix.py for (n, C, H, W), on any device."""
+    return torch.where(_in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
 
 
 def mixup(x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray) -> torch.Tensor:
@@ -75,6 +123,24 @@ def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.
     index = index[:1] if flipped is None else index.index_select(0, _to_device(flipped.astype(np.int64), pixels))  # (n, H W)
     index = index + _to_device(start.astype(index_type), pixels)[:, None]
     return padded.view(n * tall * wide, channels).index_select(0, index.view(-1)).view(n, height, width, channels)
+
+
+def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.Tensor:
+    """Random pixels come from the host: as many bytes as the images have that are erased."""
+    _, height, width, channels = pixels.shape
+    rows = has_box(boxes)
+    index = _to_device(rows, pixels)
+    inside = _in_boxes(boxes[rows], pixels, height, width)[..., None]
+    pixels = pixels.clone()
+    pixels[index] = torch.where(inside, _to_device(random_pixels(keys[rows], height, width, channels), pixels), pixels[index])
+    return pixels
+
+
+def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """bool (n, H, W)"""
+    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)  # (n, 1) each
+    rows, columns = (torch.arange(size, device=like.device, dtype=torch.int32) for size in (height, width))
+    return ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
 
 
 def _cutout(pixels: torch.Tensor, box: np.ndarray) -> torch.Tensor:

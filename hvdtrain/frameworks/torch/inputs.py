@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch import augment
 from hvdtrain.tasks.task import Task
 
+_AUGMENTATION = ("augmentation", "partner_augmentation", "mixup_weight", "cutmix_box")
 SHARE = 0.25  # of a GPU's free memory that a data set may take
 
 
@@ -107,7 +108,7 @@ class Inputs:
     def _device_batch(self, batch: Batch) -> DeviceBatch:
         arrays = self._gather_cached(batch) if "indices" in batch else self._copy_fields(batch)
         samples = len(next(iter(arrays.values())))
-        augmentation: Batch = {name: batch[name] for name in ("augmentation", "partner_augmentation", "mixup_weight") if name in batch}
+        augmentation: Batch = {name: batch[name] for name in _AUGMENTATION if name in batch}
         if augmentation:
             arrays |= {"x": augment.augment_batch(augmentation | arrays)["x"]}
             arrays.pop("partner_x", None)

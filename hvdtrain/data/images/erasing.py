@@ -1,0 +1,45 @@
+"""Random erasing (Zhong 2017, arXiv:1708.04896): a box of random pixels, drawn by counters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain.core.progress import fold
+from hvdtrain.data.images.resized_crop import uniform
+
+_TRIES = 10
+_COUNTERS = range(104, 104 + 2 * _TRIES + 3)  # apart from those in augment.py, random_operations.py and resized_crop.py
+_PIXELS = 160  # the counter of random pixels
+_AREA = 0.02, 0.33  # share of the image
+_RATIO = np.log(0.3), np.log(3.3)
+
+
+def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -> np.ndarray:
+    """Boxes distributed as those of torchvision's RandomErasing, int64 (n, 4): top, bottom, left, right; 0, 0, 0, 0 without one.
+
+    keys: draw_keys(), uint64 (n,). The area is uniform, the aspect ratio log-uniform; the first of ten tries that is smaller than the
+    image counts, where none is there is no box. The paper has areas up to 0.4 and ratios uniform from 0.3 to 1 / 0.3.
+    """
+    drawn = uniform(keys, _COUNTERS)
+    area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * drawn[:, :_TRIES])
+    ratio = np.exp(_RATIO[0] + (_RATIO[1] - _RATIO[0]) * drawn[:, _TRIES : 2 * _TRIES])
+    tall, wide = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)  # (n, tries)
+    fits = (tall < height) & (wide < width)
+    first = np.arange(len(fits)), fits.argmax(1)
+    sides = np.stack([tall[first], wide[first]], 1)
+    corner = (drawn[:, 2 * _TRIES : 2 * _TRIES + 2] * (np.array([height, width]) - sides + 1)).astype(np.int64)
+    boxes = np.stack([corner, corner + sides], 2).reshape(-1, 4)
+    return np.where((fits.any(1) & (drawn[:, -1] < probability))[:, None], boxes, 0)
+
+
+def has_box(boxes: np.ndarray) -> np.ndarray:
+    """The places of the boxes (n, 4) that have a pixel, int64."""
+    return np.flatnonzero((boxes[:, 1] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 2]))
+
+
+def random_pixels(keys: np.ndarray, height: int, width: int, channels: int) -> np.ndarray:
+    """uint8 (n, H, W, C), each value with equal probability, of which a box is shown. keys: uint64 (n,)."""
+    size = height * width * channels
+    words = fold(keys[:, None], _PIXELS, np.arange(-(-size // 8), dtype=np.uint64))
+    pixels: np.ndarray = words.astype("<u8").view(np.uint8)[:, :size]
+    return pixels.reshape(len(keys), height, width, channels)

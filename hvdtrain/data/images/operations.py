@@ -1,0 +1,267 @@
+"""Operations of RandAugment and of colour jitter on batches of images: each image has its own, those of a kind are computed together.
+
+All pixels are computed in integers, so numpy and torch on any device give the same bytes, whatever else is in the batch. Each operation is
+torchvision's function of the same name on uint8: to the bit, or to one grey level where torchvision computes in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Operation(IntEnum):
+    """What is done with an image; each has one argument, in the comment."""
+
+    IDENTITY = 0
+    SHEAR_X = 1  # pixels to the left for each pixel down
+    SHEAR_Y = 2  # pixels up for each pixel to the right
+    TRANSLATE_X = 3  # pixels to the right, rounded towards 0
+    TRANSLATE_Y = 4  # pixels down, rounded towards 0
+    ROTATE = 5  # degrees, counter-clockwise about the centre
+    BRIGHTNESS = 6  # factor: 0 is black, 1 the image
+    COLOR = 7  # factor: 0 is grey, 1 the image; an image of one channel stays as it is
+    CONTRAST = 8  # factor: 0 is the mean grey, 1 the image
+    SHARPNESS = 9  # factor: 0 is blurred, 1 the image
+    POSTERIZE = 10  # bits that are kept
+    SOLARIZE = 11  # what is as bright or brighter is inverted: 0 ... 255
+    AUTO_CONTRAST = 12  # -
+    EQUALIZE = 13  # -
+    HUE = 14  # turns of the colour circle: -1/2 ... 1/2; an image of one channel stays as it is
+
+
+GEOMETRIC = (Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE)
+_OF_TABLES = (
+    *(Operation.BRIGHTNESS, Operation.CONTRAST, Operation.POSTERIZE),
+    *(Operation.SOLARIZE, Operation.AUTO_CONTRAST, Operation.EQUALIZE),
+)
+_ONE = 2**16  # the factor 1
+_GREY = (19589, 38470, 7471)  # 0.2989, 0.587, 0.114 of _ONE, as torchvision weighs red, green and blue
+_FINE = 2**32  # the coordinate 1: rounding moves a pixel at the far end of a row of 2^14 by 2^-19
+
+
+class Arrays(Protocol):
+    """A kind of arrays, on one device. Images are uint8 (m, H, W, C)."""
+
+    @property
+    def xp(self) -> Any:
+        """numpy or torch."""
+
+    @property
+    def block(self) -> int:
+        """How many numbers are computed at once, or those of one image where they are more."""
+
+    def put(self, array: np.ndarray) -> Any:
+        """An array of the host on the device."""
+
+    def cast(self, x: Any, dtype: str) -> Any:
+        """Integers in another type, as "int32"."""
+
+    def take(self, x: Any, index: Any) -> Any:
+        """Rows of x (P, ...) by integers of any shape."""
+
+    def counts(self, index: Any, length: int) -> Any:
+        """How often each of 0 ... length - 1 is in the integers `index`, int64 (length,)."""
+
+
+class HostArrays:
+    """numpy's arrays."""
+
+    xp: Any = np
+    block = 2**16  # they stay in the cache
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        return x.astype(dtype)
+
+    def take(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return x.take(index, 0)
+
+    def counts(self, index: np.ndarray, length: int) -> np.ndarray:
+        return np.bincount(index.ravel(), minlength=length)
+
+
+def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arrays: Arrays) -> Any:
+    """Images uint8 (n, H, W, C) after their operations, int64 (n, K), with their arguments, float64 (n, K), one column after the other.
+
+    `x` is not changed.
+    """
+    result = x + 0
+    at_once = max(1, arrays.block // math.prod(x.shape[1:]))
+    for operation, argument in zip(operations.T, arguments.T, strict=True):
+        for kind, function in _FUNCTIONS.items():
+            of_kind = np.flatnonzero(np.isin(operation, kind))
+            for start in range(0, len(of_kind), at_once):
+                rows = of_kind[start : start + at_once]
+                index = arrays.put(rows)
+                result[index] = function(result[index], operation[rows], argument[rows], arrays)
+    return result
+
+
+def moved_pixels(operation: np.ndarray, argument: np.ndarray, height: int, width: int, arrays: Arrays) -> tuple[Any, Any]:
+    """The row and the column that each pixel of GEOMETRIC operations comes from, int32 (m, H, W), which may be outside of the image.
+
+    The nearest pixel, as torchvision has it by default; where two are equally near, the lower or right one.
+    """
+    matrix, centre = _matrices(operation, argument, height, width)
+    down = 2 * np.arange(height)[:, None] + 1  # of pixels' centres, in halves
+    right = 2 * np.arange(width)[None, :] + 1
+    column, row = (
+        arrays.put(weight_x * (right - centre[:, :1, None]) + shift)  # (m, 1, W)
+        + arrays.put(weight_y * (down - centre[:, 1:, None]) + centre[:, axis, None, None] * _FINE)  # (m, H, 1)
+        for axis, (weight_x, weight_y, shift) in enumerate(matrix.transpose(1, 2, 0)[..., None, None])
+    )
+    return arrays.cast(row >> 33, "int32"), arrays.cast(column >> 33, "int32")
+
+
+def _matrices(operation: np.ndarray, argument: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """From places in the result to places in the image, int64 (m, 2, 3) of _FINE, for x and y; and the point that stays, in half pixels.
+
+    The shift is of half pixels, too.
+    """
+    m = len(operation)
+    matrix = np.tile(np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), (m, 1, 1))
+    centre = np.zeros((m, 2), np.int64)
+    turn = np.deg2rad(np.where(operation == Operation.ROTATE, argument, 0.0))
+    whole = 2 * np.trunc(argument)
+    matrix[:, 0, 1] = np.where(operation == Operation.SHEAR_X, argument, -np.sin(turn))
+    matrix[:, 1, 0] = np.where(operation == Operation.SHEAR_Y, argument, np.sin(turn))
+    matrix[:, 0, 0] = matrix[:, 1, 1] = np.cos(turn)
+    matrix[:, 0, 2] = np.where(operation == Operation.TRANSLATE_X, -whole, 0.0)
+    matrix[:, 1, 2] = np.where(operation == Operation.TRANSLATE_Y, -whole, 0.0)
+    centre[operation == Operation.ROTATE] = width, height
+    return np.rint(matrix * _FINE).astype(np.int64), centre
+
+
+def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
+    m, height, width, channels = x.shape
+    row, column = moved_pixels(operation, argument, height, width, arrays)
+    near_row, near_column = row.clip(0, height - 1), column.clip(0, width - 1)
+    first = arrays.put(height * width * np.arange(m)[:, None, None])
+    pixels = x.reshape(-1, channels)
+    place = arrays.xp.where((near_row == row) & (near_column == column), first + near_row * width + near_column, len(pixels))
+    return arrays.take(arrays.xp.concatenate([pixels, pixels[:1] * 0]), place)  # the last one is black
+
+
+def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
+    """Each value of a channel becomes another one, whatever its place: by a table of 256 for each channel of each image."""
+    m, channels = len(x), x.shape[-1]
+    tables = arrays.put(np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1)))  # uint8 (m, C, 256)
+    for kind, function in ((Operation.CONTRAST, _contrast), (Operation.AUTO_CONTRAST, _auto_contrast), (Operation.EQUALIZE, _equalize)):
+        rows = np.flatnonzero(operation == kind)
+        if len(rows):
+            index = arrays.put(rows)
+            tables[index] = arrays.cast(function(x[index], argument[rows], arrays).clip(0, 255), "uint8")
+    first = arrays.put(256 * np.arange(m * channels).reshape(m, 1, 1, channels))
+    return arrays.take(tables.reshape(-1), first + x)
+
+
+def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
+    """Tables that do not depend on the image, uint8 (m, 256)."""
+    values = np.arange(256)
+    tables = np.tile(values.astype(np.uint8), (len(operation), 1))
+    bright = operation == Operation.BRIGHTNESS
+    tables[bright] = (values.astype(np.float32) * argument[bright].astype(np.float32)[:, None]).clip(0, 255)
+    few = operation == Operation.POSTERIZE
+    tables[few] &= (0xFF00 >> argument[few].astype(np.int64)).astype(np.uint8)[:, None]
+    solar = operation == Operation.SOLARIZE
+    tables[solar] = np.where(values >= argument[solar][:, None], 255 - values, values)
+    return tables
+
+
+def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
+    """Distances from the mean of the grey image, times a factor: int64 (m, C, 256)."""
+    m, height, width, channels = x.shape
+    total = arrays.cast(_grey(x, arrays), "int64").reshape(m, -1).sum(1)[:, None]  # (m, 1)
+    fixed = arrays.put(_fixed(factor)[:, None])
+    values = arrays.put(np.arange(256)[None])
+    pixels = height * width
+    table = (fixed * values * pixels + (_ONE - fixed) * total) // (_ONE * pixels)
+    return table[:, None] + arrays.put(np.zeros((1, channels, 1), np.int64))
+
+
+def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
+    """The darkest value of a channel becomes 0, the brightest 255; one that has a single value stays."""
+    xp, values = arrays.xp, arrays.put(np.arange(256))
+    low, high = (arrays.cast(limit(limit(x, 1), 1), "int64")[..., None] for limit in (xp.amin, xp.amax))  # (m, C, 1)
+    return xp.where(high > low, 255 * (values - low) // (high - low).clip(1), values)
+
+
+def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
+    """Values of a channel by their rank, about equally many pixels between any two: Pillow's integers, as torchvision has them."""
+    m, height, width, channels = x.shape
+    first = arrays.put(256 * np.arange(m * channels).reshape(m, 1, 1, channels))
+    counts = arrays.counts(first + x, m * channels * 256).reshape(m, channels, 256)
+    until = counts.cumsum(-1)
+    most = arrays.xp.amax(arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1)  # the brightest value that is there
+    of_most = (counts * (arrays.put(np.arange(256)) == most[..., None])).sum(-1)[..., None]
+    step = (height * width - of_most) // 255  # (m, C, 1)
+    table = (until - counts + step // 2) // step.clip(1)
+    return arrays.xp.where(step > 0, table, arrays.put(np.arange(256)))
+
+
+def _color(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
+    if x.shape[-1] == 1:
+        return x
+    return _blend(arrays.cast(x, "int32"), _grey(x, arrays)[..., None], factor, arrays)
+
+
+def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
+    """Beside an image blurred by 3 x 3 pixels, of which the middle weighs 5, the others 1; its border stays as it is."""
+    if min(x.shape[1:3]) <= 2:
+        return x
+    wide = arrays.cast(x, "int32")
+    columns = wide[:, :, :-2] + wide[:, :, 1:-1] + wide[:, :, 2:]
+    middle = wide[:, 1:-1, 1:-1]
+    blurred = (2 * (columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:] + 4 * middle) + 13) // 26
+    wide[:, 1:-1, 1:-1] = arrays.cast(_blend(middle, blurred, factor, arrays), "int32")
+    return arrays.cast(wide, "uint8")
+
+
+def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
+    """The angle of HSV (Smith 1978) turned; value and saturation stay."""
+    if x.shape[-1] == 1:
+        return x
+    xp = arrays.xp
+    red, green, blue = (arrays.cast(x[..., channel], "int32") for channel in range(3))  # (m, H, W)
+    high, low = xp.maximum(xp.maximum(red, green), blue), xp.minimum(xp.minimum(red, green), blue)
+    chroma, is_red, is_green = high - low, high == red, high == green
+    across = xp.where(is_red, green - blue, xp.where(is_green, blue - red, red - green))
+    sector = arrays.cast(~is_red, "int32") * (4 - 2 * arrays.cast(is_green, "int32"))  # red at 0, green at 2, blue at 4; 6 are a turn
+    turn = arrays.put(_fixed(6 * turns)[:, None, None].astype(np.int32))
+    angle = (sector * _ONE + across * _ONE // chroma.clip(1) + turn) % (6 * _ONE)
+    parts = abs(angle - 3 * _ONE) - _ONE, 2 * _ONE - abs(angle - 2 * _ONE), 2 * _ONE - abs(angle - 4 * _ONE)
+    colours = [(low * _ONE + chroma * part.clip(0, _ONE) + _ONE // 2) >> 16 for part in parts]
+    return arrays.cast(xp.stack(colours, -1), "uint8")
+
+
+def _blend(x: Any, other: Any, factor: np.ndarray, arrays: Arrays) -> Any:
+    """factor x + (1 - factor) other, int32 (m, H, W, C) both, rounded down to uint8."""
+    fixed = arrays.put(_fixed(factor)[:, None, None, None].astype(np.int32))
+    return arrays.cast(((fixed * x + (_ONE - fixed) * other) >> 16).clip(0, 255), "uint8")
+
+
+def _grey(x: Any, arrays: Arrays) -> Any:
+    """The brightness of pixels, int32 (m, H, W), rounded down."""
+    if x.shape[-1] == 1:
+        return arrays.cast(x[..., 0], "int32")
+    red, green, blue = (weight * arrays.cast(x[..., channel], "int32") for channel, weight in enumerate(_GREY))
+    return (red + green + blue) >> 16
+
+
+def _fixed(factor: np.ndarray) -> np.ndarray:
+    return np.rint(factor * _ONE).astype(np.int64)
+
+
+_FUNCTIONS = {
+    GEOMETRIC: _moved,
+    _OF_TABLES: _by_tables,
+    (Operation.COLOR,): _color,
+    (Operation.SHARPNESS,): _sharpness,
+    (Operation.HUE,): _hue,
+}
