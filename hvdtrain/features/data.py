@@ -49,6 +49,7 @@ def _not_by_weight(job: PlannedJob) -> Iterator[UserError]:
         "data.shuffle": (config.data.shuffle == "blocks", "neighbours are read together, and draws are one by one"),
         "data.sampling": (config.data.sampling == "partition", "samples are divided among the ranks, and a draw takes any of them"),
         "augment.mixup": (config.augment.mixup > 0, "partners are drawn without weights"),
+        "augment.cutmix": (config.augment.cutmix > 0, "partners are drawn without weights"),
         "augment.flip": (config.augment.flip == "alternating", "it is of epochs that have each sample once"),
         "recipe.sample_noise": (config.recipe.sample_noise > 0, "each sample of a step has its noise once, and may be drawn twice"),
     }

@@ -96,9 +96,9 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
     ):
         what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
         raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks")
-    if config.augment.mixup:
-        what = f"augment.mixup mixes x alone, and the model gets {shown}"
-        raise UserError(what, config.where("augment.mixup"), "augment.mixup=0")
+    if mixes := next((key for key in ("mixup", "cutmix") if getattr(config.augment, key)), ""):
+        what = f"augment.{mixes} mixes x alone, and the model gets {shown}"
+        raise UserError(what, config.where(f"augment.{mixes}"), f"augment.{mixes}=0")
 
 
 def _refuse_key(config: Config, why: str) -> None:

@@ -128,6 +128,7 @@ MISTAKES = [
     (_with(words=["data.shuffle=blocks"]), "data.shuffle=blocks does not go with data.sample_weights"),
     (_with(words=["data.sampling=partition"]), "data.sampling=partition does not go with"),
     (_with(words=["augment.mixup=0.2"]), "augment.mixup=0.2 does not go with"),
+    (_with(words=["augment.cutmix=0.2"]), "augment.cutmix=0.2 does not go with"),
     (_with(words=["augment.flip=alternating"]), "augment.flip=alternating does not go with"),
     (_with(words=["recipe.sample_noise=0.5", "optim.base_batch=6"]), "recipe.sample_noise=0.5 does not go with"),
     (lambda: hvdtrain.train({"val_data": 1}, sample_weights=np.ones(3)), "no train_data is given"),
