@@ -199,7 +199,7 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
         batch = read(alone, np.arange(12), step)
         assert (batch.arrays["y"].numpy() != own_data.shapes("val")["y"]).mean() > 0.1
         x = torch.tensor((batch.arrays["x"].permute(0, 2, 3, 1).numpy() / 255 - task.mean) / task.std).permute(0, 3, 1, 2)
-        loss = loss_by_hand(model(x), batch.arrays["y"].long(), 0.0)
+        loss = loss_by_hand(model(x), batch.arrays["y"].long(), 0.0, None)
         with torch.no_grad():
             for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 p.sub_(gradient, alpha=0.3)
