@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,64 @@ def test_arrays_of_zarr_and_what_is_damaged(version: int, tmp_path: Path) -> Non
     chunk.unlink()
     (note,) = stored(zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})).notes
     assert "1 of 28 chunks of fields/u are not there, and are read as 0.0" in note
+
+
+@needs_zarr
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.filterwarnings("error")
+def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
+    import zarr as library
+
+    path = tmp_path / "train.zarr.zip"
+    with library.storage.ZipStore(path, mode="w") as store:
+        group: Any = library.open_group(store, mode="w", zarr_format=version)
+        group.create_array("fields/u", shape=U.shape, chunks=(16, 4, 5, 3), dtype="f4")[:] = U
+        group.create_array("labels", shape=(101,), chunks=(101,), dtype="i2")[:] = LABELS
+    for root in (path, tmp_path):
+        source = zarr.build("zarr", root, "train", fields={"x": "fields/u", "y": "labels"})
+        batch = read_by(source, 1).read(DRAWN)
+        assert batch["x"].tobytes() == U[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
+    assert "has no v; it has fields/u, labels" in error_of(lambda: zarr.build("zarr", path, "train", fields={"x": "v", "y": "labels"}))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "it is no Zarr group (File is not a zip file)" in error_of(lambda: zarr.build("zarr", path, "train"))
+    damaged = bytearray(whole)
+    damaged[whole.index(b"fields/u/c/1/0/0/0" if version == 3 else b"fields/u/1.0.0.0") + 60] ^= 16
+    path.write_bytes(damaged)
+    source = zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})
+    assert "fields/u, samples 16 to 31: Bad CRC-32" in error_of(lambda: source.read(np.arange(101)))
+
+
+CHECKED = ("crc", "gzip", "shards")
+
+
+@needs_zarr
+@pytest.mark.parametrize(("version", "kind"), [(2, "plain"), (3, "plain"), *((3, kind) for kind in CHECKED)])
+def test_zarr_damaged_at_random_is_read_or_refused(version: int, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bit, a few or the rest of a file: nothing but a UserError, and other numbers only where there is no checksum."""
+    import zarr as library
+    from zarr.codecs import Crc32cCodec, GzipCodec, ZstdCodec
+
+    options: dict[str, Any] = {"compressors": {"crc": [ZstdCodec(), Crc32cCodec()], "gzip": [GzipCodec()]}.get(kind, "auto")}
+    options |= {"compressors": [GzipCodec(), Crc32cCodec()], "shards": (48, 6, 5, 4)} if kind == "shards" else {}
+    group: Any = library.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=version)
+    group.create_array("fields/u", shape=U.shape, chunks=(16, 6, 5, 4), dtype="f4", **options)[:] = U
+    random, found = np.random.default_rng([version, len(kind)]), Counter[str]()
+    files = [file for file in sorted((tmp_path / "a.zarr").rglob("*")) if file.is_file()]
+    for number in range(60):
+        file = files[int(random.integers(len(files)))]
+        whole, damaged = file.read_bytes(), bytearray(file.read_bytes())
+        for _ in range(1 + number % 3):
+            damaged[random.integers(len(damaged))] ^= 1 << int(random.integers(8))
+        file.write_bytes(damaged if number % 4 else damaged[: int(random.integers(len(damaged)))])
+        try:
+            batch = zarr.build("zarr", tmp_path / "a.zarr", "train", fields={"x": "fields/u", "y": "fields/u[:, 0]"}).read(np.arange(101))
+            found["right" if batch["x"].tobytes() == U.tobytes() else "other"] += 1
+        except UserError:
+            found["refused"] += 1
+        file.write_bytes(whole)
+    assert found["refused"] > 20 and (not found["other"] or kind not in CHECKED), found
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 @needs_pyarrow

@@ -1,9 +1,11 @@
-"""Arrays of Zarr groups in folders, of versions 2 and 3 of the format: chunks of the same rows are read when a sample of them is."""
+"""Arrays of Zarr groups in folders and zip files, versions 2 and 3: chunks of the same rows are read when a sample of them is."""
 
 from __future__ import annotations
 
+import os
+import zipfile
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from hvdtrain.data.stored.files import cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_dtype, no_such, whole
 from hvdtrain.errors import UserError, first_line
+
+_DESCRIPTIONS = (".zarray", "zarr.json")
 
 
 def build(
@@ -27,7 +31,7 @@ def build(
     split_val: list[int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.zarr and val.zarr in data.root, of several such groups, or of one with data.val_share or data.split_by.
+    """Arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one with data.val_share or data.split_by.
 
     fields: array of each field, {x: u, y: labels}; "u[:, 0:3]" is a part, of a list axis 1, {split} is train or val (default: x, y)
     dtypes: number types that fields are converted to, {x: float32}
@@ -38,7 +42,7 @@ def build(
     Raises UserError without zarr, and where groups are damaged, lack a field or a chunk, or hold no numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".zarr",), ZarrGroup.of, wanted)
+    return build_stored(name, root, split, (".zarr", ".zarr.zip"), ZarrGroup.of, wanted)
 
 
 def _zarr() -> Any:
@@ -52,9 +56,24 @@ def _zarr() -> Any:
 def _opened(path: Path) -> Any:
     zarr = _zarr()
     try:
-        return zarr.open_group(str(path), mode="r")
+        return zarr.open_group(zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path), mode="r")
     except Exception as error:  # the library and its codecs raise of their own
         raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
+
+
+def _described(path: Path) -> list[str]:
+    """Names of all that has a file that describes an array, or of version 3 a group."""
+    if path.is_file():
+        with zipfile.ZipFile(path) as file:
+            entries = [PurePosixPath(name) for name in file.namelist()]
+        return sorted({str(entry.parent) for entry in entries if entry.name in _DESCRIPTIONS} - {"."})
+    found = []
+    for folder, folders, files in os.walk(path):
+        if there := [name for name in _DESCRIPTIONS if name in files]:
+            found.append(Path(folder).relative_to(path).as_posix())
+            if there[0] == ".zarray" or b'"chunk_grid"' in (Path(folder) / there[0]).read_bytes():
+                folders.clear()  # chunks, maybe a million of them
+    return sorted(name for name in found if name != ".")
 
 
 @dataclass(frozen=True)
@@ -71,13 +90,12 @@ class ZarrGroup:
         return sorted(name for name, array in self._members() if array.shape and array.dtype.kind in "iufb")
 
     def _members(self) -> list[tuple[str, Any]]:
-        try:
-            members = _opened(self.path).members(max_depth=None)
-            return [(name, member) for name, member in members if hasattr(member, "chunks")]
-        except UserError:
-            raise
+        group = _opened(self.path)
+        try:  # one by one: the library prints errors of others beside the one that it raises
+            members = [(name, group[name]) for name in _described(self.path)]
         except Exception as error:
             raise cut_off(self.path, first_line(error)) from None
+        return [(name, member) for name, member in members if hasattr(member, "chunks")]
 
     def array(self, name: str) -> StoredArray:
         array = self.opened(name)
