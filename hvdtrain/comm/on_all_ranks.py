@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.metrics import Sums, host_value
+from hvdtrain.core.metrics import Parts, Sums, host_value
 from hvdtrain.errors import UserError
 
 T = TypeVar("T")
 MEET_S = 0.5  # between two collectives while rank 0 works: less than the shortest comm.timeout_s
 
 
-def allreduce_sums(communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None = None) -> Sums:
+def allreduce_sums(
+    communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None = None, gathered: Sequence[str] = ()
+) -> Sums:
     """The sums over all ranks, which have the same keys: a float, or of a vector a float64 array (n,). The host waits for the device.
 
     lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many numbers as the others; 0: no vector.
+    gathered: names of Parts, of which a rank without samples has none.
     """
+    parts = {key: gather_parts(communicator, sums.get(key, Parts()), f"{name}.{key}") for key in gathered}
+    sums = {key: value for key, value in sums.items() if key not in parts}
+    return _added_up(communicator, sums, name, lengths) | parts
+
+
+def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
+    """The parts of all ranks, in the order of the ranks. A collective."""
+    forms = [[[(str(array.dtype), list(array.shape)) for array in group] for group in part] for part in own]
+    arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for part in own for group in part for array in group]
+    forms_of_ranks = communicator.allgather_object(forms)
+    content = communicator.allgather(np.concatenate(arrays) if arrays else np.zeros(0, np.uint8), name)
+    start = 0
+
+    def array(dtype: str, shape: list[int]) -> np.ndarray:
+        nonlocal start
+        stop = start + int(np.prod(shape)) * np.dtype(dtype).itemsize
+        start, found = stop, content[start:stop]
+        return found.copy().view(dtype).reshape(shape)
+
+    return Parts([tuple(tuple(array(*form) for form in group) for group in part) for forms in forms_of_ranks for part in forms])
+
+
+def _added_up(communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None) -> Sums:
     keys, arrays = sorted(sums), []
     for key in keys:
         array = np.atleast_1d(np.asarray(host_value(sums[key]), np.float64))

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from hvdtrain.errors import UserError
+
+Part = tuple[tuple[np.ndarray, ...], ...]  # what a pass keeps: groups of arrays; all passes have as many groups
+
+
+class Parts:
+    """What passes keep of their samples, in their order, where it cannot be added up; among sums "+" puts one behind the other."""
+
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        self._parts = tuple(parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    def __add__(self, other: Any) -> Parts:
+        """0 adds nothing, as to a sum."""
+        return Parts((*self._parts, *other)) if isinstance(other, Parts) else self
+
+    __radd__ = __add__  # of 0
+
+    def __rmul__(self, times: int) -> Parts:
+        """0 of a rank whose samples are another's, too."""
+        return self if times else Parts()
+
 
 # {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task declares. Device scalars, or vectors of
 # a fixed length, during a step; after an allreduce floats and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time"

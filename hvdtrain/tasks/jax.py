@@ -14,7 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
-from hvdtrain.tasks.user_functions import Loss, OwnMetric, terms_of
+from hvdtrain.tasks.user_functions import Loss, UserMetrics, refuse_parts, terms_of
 
 Arrays = Mapping[str, jax.Array]
 
@@ -157,7 +157,8 @@ class JaxFunctions:
 class JaxMeasured:
     """A part with the terms of metrics of the user's own."""
 
-    def __init__(self, part: Part, metrics: Mapping[str, OwnMetric], place: Place) -> None:
+    def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
+        refuse_parts(metrics)
         self._part, self._metrics = part, metrics
         self.inputs = part.inputs
 

@@ -1,18 +1,21 @@
-"""Metrics of torchmetrics whose states are sums: what an update adds to them is added up over steps and ranks, in float64."""
+"""Metrics of torchmetrics: states that are sums are added up over steps and ranks, in float64; those of others are gathered as they are."""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.metrics import Parts
 from hvdtrain.errors import UserError
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, Any]]  # (outputs, batch) -> (preds, target)
+_KNOWN = ("sum", "mean", "max", "min", "cat", "stack")  # of _reduction()
 _FIX = '(metric, "max", lambda outputs, batch: (preds, target))'
 
 
@@ -21,25 +24,87 @@ def is_library_metric(thing: Any) -> bool:
     return any(kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric" for kind in type(thing).__mro__)
 
 
+def has_sums_alone(metric: Any) -> bool:
+    """Whether every state is a sum over samples."""
+    return all(_reduction(reduction) == "sum" for reduction in metric._reductions.values())
+
+
+def _reduction(function: Any) -> str:
+    """How the library puts together the states of two ranks: sum, mean, max, min, cat, stack; else the function's name."""
+    name = "stack" if function is None else getattr(function, "__name__", type(function).__name__)
+    return str(name).removeprefix("dim_zero_")
+
+
+class _Library:
+    """hvdtrain's own copy of a metric: the script's stays as it is."""
+
+    def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
+        """Raises UserError for a metric without states of its own."""
+        self.name, self.where, self._inputs = name, where, inputs
+        self.kind = type(metric).__name__
+        if not metric._defaults:
+            what = f"metric {name}: {self.kind} keeps other metrics, whose states are not known"
+            raise UserError(what, where, "the metric that it is made of; or hvdtrain.OwnMetric")
+        self._metric, self._lock = copy.deepcopy(metric), threading.Lock()
+        tensors = [default for default in metric._defaults.values() if hasattr(default, "double")]
+        if tensors:
+            self._metric.set_dtype(tensors[0].double().dtype)
+        self._metric.sync_on_compute = False  # ranks are put together here, whatever torch.distributed has started
+        self._metric.reset()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """A tensor for each state, or an empty list."""
+        found: dict[str, Any] = self._metric._defaults
+        return found
+
+    def states_after(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The states after an update of these samples alone, and the targets. Raises UserError where it fails."""
+        if self._inputs is None and "y" not in batch:
+            what = f"metric {self.name} compares outputs with y; the batch has {', '.join(batch)}"
+            raise UserError(what, self.where, _FIX)
+        if not all(hasattr(field, "new_zeros") for field in batch.values()):
+            what = f"metric {self.name} is of torchmetrics, which computes on tensors of torch"
+            raise UserError(what, self.where, "framework=torch, or a function of arrays")
+        preds, target = _same_shape(outputs, batch["y"]) if self._inputs is None else self._inputs(outputs, batch)
+        with self._lock:
+            metric = self._metric.to(target.device)
+            metric.reset()
+            try:
+                metric.update(preds, target)
+            except (ValueError, RuntimeError) as error:
+                first_line = str(error).partition("\n")[0]
+                what = f"metric {self.name}: {self.kind}.update() fails for outputs {tuple(preds.shape)}: {first_line}"
+                raise UserError(what, self.where, _FIX) from error
+            states = {state: getattr(metric, state) for state in self.defaults}
+            return {state: [*value] if isinstance(value, list) else value.clone() for state, value in states.items()}, target
+
+    def value_of(self, states: Mapping[str, Any]) -> float:
+        """The metric of states on the host. Raises UserError where it is several numbers."""
+        with self._lock:
+            metric = copy.deepcopy(self._metric).cpu()
+        metric.reset()
+        for state, value in states.items():
+            setattr(metric, state, value)
+        metric._update_count = 1  # else it warns that nothing was added
+        found = metric.compute()
+        if not hasattr(found, "numel") or found.numel() != 1:
+            shown = f"{found.numel()} numbers" if hasattr(found, "numel") else f"a {type(found).__name__}"
+            what = f"metric {self.name}: {self.kind} gives {shown}, not one"
+            raise UserError(what, self.where, 'average="macro", or another class')
+        return float(found) if found.numel() else math.nan
+
+
 class SumsOfMetric:
     """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is what its states gain; compute() of that sum.
 
-    The first row has what a whole batch adds. A metric of hvdtrain's own copy is used: the script's stays as it is.
+    The first row has what a whole batch adds.
     """
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
-        """Raises UserError for a metric with a state that is no sum."""
-        wrong = [state for state, reduction in metric._reductions.items() if getattr(reduction, "__name__", "") != "dim_zero_sum"]
-        if wrong or not metric._defaults:
-            what = f"metric {name}: {type(metric).__name__} keeps {', '.join(wrong) or 'other metrics'}, which are no sums over samples"
-            fix = "thresholds=200 where it has them, which counts in bins; or hvdtrain.OwnMetric"
-            raise UserError(what, where, fix)
-        self._name, self._where, self._inputs = name, where, inputs
-        self._metric, self._lock = copy.deepcopy(metric), threading.Lock()
-        self._metric.set_dtype(next(iter(metric._defaults.values())).double().dtype)
-        self._metric.sync_on_compute = False  # ranks are added up here, whatever torch.distributed has started
-        self._metric.reset()
-        self._defaults = {state: value.double().clone() for state, value in self._metric._defaults.items()}
+        """metric: one that has_sums_alone(). Raises UserError for one without states."""
+        self._library = _Library(name, metric, inputs, where)
+        self._defaults = {state: value.double().clone() for state, value in self._library.defaults.items()}
 
     @property
     def length(self) -> int:
@@ -47,52 +112,99 @@ class SumsOfMetric:
         return sum(default.numel() for default in self._defaults.values())
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        if self._inputs is None and "y" not in batch:
-            what = f"metric {self._name} compares outputs with y; the batch has {', '.join(batch)}"
-            raise UserError(what, self._where, _FIX)
-        if not all(hasattr(field, "new_zeros") for field in batch.values()):
-            what = f"metric {self._name} is of torchmetrics, which computes on tensors of torch"
-            raise UserError(what, self._where, "framework=torch, or a function of arrays")
-        preds, target = _same_shape(outputs, batch["y"]) if self._inputs is None else self._inputs(outputs, batch)
+        states, target = self._library.states_after(outputs, batch)
         samples = len(next(iter(batch.values())))
         rows, start = target.new_zeros((samples, self.length)).double(), 0
-        with self._lock:
-            gained = self._gained(preds, target)
-        for state in gained:
-            rows[0, start : start + state.numel()] = state.reshape(-1)
-            start += state.numel()
+        for state, default in self._defaults.items():
+            gained = states[state].double() - default.to(target.device)
+            rows[0, start : start + default.numel()] = gained.reshape(-1)
+            start += default.numel()
         return rows
-
-    def _gained(self, preds: Any, target: Any) -> list[Any]:
-        """What an update adds to each state, float64. Raises UserError where it fails."""
-        metric = self._metric.to(target.device)
-        metric.reset()
-        try:
-            metric.update(preds, target)
-        except (ValueError, RuntimeError) as error:
-            first_line = str(error).partition("\n")[0]
-            what = f"metric {self._name}: {type(metric).__name__}.update() fails for outputs {tuple(preds.shape)}: {first_line}"
-            raise UserError(what, self._where, _FIX) from error
-        return [getattr(metric, state).double() - default.to(target.device) for state, default in self._defaults.items()]
 
     def compute(self, total: np.ndarray) -> float:
         """The metric of the sum of the rows, float64 (length,). Raises UserError where it is several numbers."""
-        with self._lock:
-            metric, start = copy.deepcopy(self._metric).cpu(), 0
-        metric.reset()
+        states, start = {}, 0
         for state, default in self._defaults.items():
             gained = default.new_tensor(total[start : start + default.numel()]).reshape(default.shape)
-            value = default.cpu() + gained
-            before = getattr(metric, state)
-            setattr(metric, state, value if before.is_floating_point() else value.round().to(before.dtype))
+            states[state] = _as(default.cpu() + gained, self._library.defaults[state])
             start += default.numel()
-        metric._update_count = 1  # else it warns that nothing was added
-        found = metric.compute()
-        if not hasattr(found, "numel") or found.numel() != 1:
-            shown = f"{found.numel()} numbers" if hasattr(found, "numel") else f"a {type(found).__name__}"
-            what = f"metric {self._name}: {type(metric).__name__} gives {shown}, not one"
-            raise UserError(what, self._where, 'average="macro", or another class')
-        return float(found) if found.numel() else math.nan
+        return self._library.value_of(states)
+
+
+class PartsOfMetric:
+    """A metric as a function (outputs, batch) -> Parts, the states after this batch alone; compute() of the parts of all batches.
+
+    A list of tensors becomes that of all parts, in their order; sums, largest and least values those of all. What the library leaves to
+    compute() (Pearson's moments) is stacked, as it is over ranks. A mean over ranks is taken where it is a constant.
+    """
+
+    def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
+        """Raises UserError for a metric without states, and for a state that a function of the metric's own puts together."""
+        self._library = _Library(name, metric, inputs, where)
+        self._reductions = {state: _reduction(function) for state, function in metric._reductions.items()}
+        self._last: tuple[weakref.ref[Parts], float] | None = None  # compute() is called several times for one evaluation
+        own = {state: found for state, found in self._reductions.items() if found not in _KNOWN}
+        if own:
+            state, found = next(iter(own.items()))
+            what = f"metric {name}: {type(metric).__name__} puts {state} of several ranks together by {found}()"
+            raise UserError(what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric")
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Parts:
+        states, _ = self._library.states_after(outputs, batch)
+        return Parts([tuple(self._on_host(state, value) for state, value in states.items())])
+
+    def _on_host(self, state: str, value: Any) -> tuple[np.ndarray, ...]:
+        """The tensor, or those of the list. The host waits for the device."""
+        tensors = value if isinstance(value, list) else [value]
+        if not all(hasattr(tensor, "new_zeros") for tensor in tensors):
+            library = self._library
+            what = f"metric {library.name}: {library.kind} keeps {state}, which are no tensors"
+            raise UserError(what, library.where, "hvdtrain.OwnMetric")
+        wide = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor for tensor in tensors)  # which NumPy does not have
+        return tuple(tensor.detach().cpu().numpy() for tensor in wide)
+
+    def compute(self, parts: Parts) -> float:
+        """The metric of all parts; NaN without any. Raises UserError where it is several numbers, and where a mean is no constant."""
+        if not len(parts):
+            return math.nan
+        if self._last is None or self._last[0]() is not parts:
+            self._last = weakref.ref(parts), self._library.value_of(self._together(parts))
+        return self._last[1]
+
+    def _together(self, parts: Parts) -> dict[str, Any]:
+        defaults = self._library.defaults
+        return {state: self._state(state, default, [part[i] for part in parts]) for i, (state, default) in enumerate(defaults.items())}
+
+    def _state(self, state: str, default: Any, found: list[tuple[np.ndarray, ...]]) -> Any:
+        """A state of all parts, as the library has it."""
+        if isinstance(default, list):
+            return [_tensor(array) for arrays in found for array in arrays]
+        each = np.stack([array for (array,) in found])
+        reduction, whole = self._reductions[state], each[0]
+        if reduction == "mean" and (each != whole).any():
+            library = self._library
+            what = f"metric {library.name}: {library.kind} takes the mean of {state} over ranks, which depends on their number"
+            raise UserError(what, library.where, "hvdtrain.OwnMetric")
+        if reduction == "sum":
+            first = default.cpu().numpy().astype(np.float64)
+            whole = (first + (each - first).sum(0)).astype(each.dtype)
+        elif reduction in ("max", "min"):
+            whole = each.max(0) if reduction == "max" else each.min(0)
+        elif reduction == "stack" and len(each) > 1:
+            whole = each
+        return _tensor(np.asarray(whole))
+
+
+def _tensor(array: np.ndarray) -> Any:
+    """On the host, a copy."""
+    import torch
+
+    return torch.from_numpy(array.copy())
+
+
+def _as(value: Any, like: Any) -> Any:
+    """A float64 tensor in the number type of another; integers are exact up to 2**53."""
+    return value if like.is_floating_point() else value.round().to(like.dtype)
 
 
 def _same_shape(outputs: Any, target: Any) -> tuple[Any, Any]:

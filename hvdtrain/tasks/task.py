@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.metrics import Metric
+from hvdtrain.core.metrics import Metric, Parts
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
 
@@ -69,11 +69,17 @@ class Task(Protocol):
 MEMBERS = [name for name in vars(Task) if not name.startswith("_")]
 
 
+def gathered(task: Task) -> tuple[str, ...]:
+    """Names of what an evaluation gathers from all ranks besides the sums, as Parts; a task may have them as its `gathered`."""
+    return tuple(getattr(task, "gathered", ()))
+
+
 class Each(NamedTuple):
     """Loss and sums of each sample of a batch, as arrays of the framework."""
 
     loss: Any  # (n,), what is learned from, unweighted; its sum over all samples over the sum of weight() is the loss
     terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums but "loss"
+    parts: Mapping[str, Parts] = {}  # of an evaluation alone, for each of gathered()
 
 
 def wrong_shapes(task: Task, each: Any, samples: int) -> str:

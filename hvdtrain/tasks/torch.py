@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
-from hvdtrain.tasks.user_functions import Loss, OwnMetric, is_torch_module, terms_of
+from hvdtrain.tasks.user_functions import Loss, UserMetrics, is_torch_module, parts_of, terms_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -335,9 +335,9 @@ def rows_of(thing: Any, rows: slice) -> Any:
 
 
 class TorchMeasured:
-    """A part with the terms of metrics of the user's own."""
+    """A part with the terms of metrics of the user's own, and in an evaluation with what is gathered for them."""
 
-    def __init__(self, part: Part, metrics: Mapping[str, OwnMetric], place: Place) -> None:
+    def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
         self._part, self._metrics, self._dtype = part, metrics, place.dtype
         self.inputs = part.inputs
 
@@ -349,7 +349,8 @@ class TorchMeasured:
             else:
                 fields = {name: as_given(field, self._dtype) for name, field in batch.items() if name != "w"}
             own = terms_of(self._metrics, outputs, fields, len(each.loss), _rows)
-        return each._replace(terms={**each.terms, **own})
+            parts = {} if training else parts_of(self._metrics, outputs, fields)
+        return each._replace(terms={**each.terms, **own}, parts={**each.parts, **parts})
 
 
 def _rows(value: Any, samples: int, whole: bool) -> Any:

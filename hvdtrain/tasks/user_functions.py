@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.metrics import Better
+from hvdtrain.core.metrics import Better, Parts
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.library_metrics import SumsOfMetric, is_library_metric
+from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric, has_sums_alone, is_library_metric
 
 WHERE = "hvdtrain.train(), metrics"
 
@@ -43,40 +43,84 @@ class OwnMetric:
     percent: bool = False  # how reports show it
 
 
-def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric]:
+@dataclass(frozen=True)
+class GatheredMetric:
+    """A metric of what a function (outputs, batch) keeps of each pass of an evaluation; training has none."""
+
+    function: Callable[[Any, Mapping[str, Any]], Parts]
+    better: Better
+    of: Callable[[Parts], float]  # of all ranks' parts, in the order of the ranks
+
+    length: ClassVar[int] = -1  # no vector of sums
+    percent: ClassVar[bool] = False
+
+
+UserMetrics = Mapping[str, OwnMetric | GatheredMetric]
+
+
+def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric | GatheredMetric]:
     """{"mae": (function, "min")}, {"f1": (one of torchmetrics, "max")} or {"recall": OwnMetric(...)}. Raises UserError for all else."""
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"metrics is a {type(given).__name__}", WHERE, 'a dict: {"mae": (function, "min")}')
     return {name: _read(str(name), one) for name, one in (given or {}).items()}
 
 
-def _read(name: str, given: Any) -> OwnMetric:
+def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
     fix = f'{{"{name}": (function, "max")}} where higher is better, else "min"; or hvdtrain.OwnMetric'
     if isinstance(given, tuple) and len(given) in (2, 3) and is_library_metric(given[0]):
-        sums = SumsOfMetric(name, given[0], given[2] if len(given) == 3 else None, WHERE)
-        given = OwnMetric(sums, given[1], sums.length, sums.compute)
+        given = _of_library(name, *given)
     if isinstance(given, tuple) and len(given) == 2:
         given = OwnMetric(*given)
-    if not isinstance(given, OwnMetric):
+    if not isinstance(given, (OwnMetric, GatheredMetric)):
         what = "has no direction" if callable(given) else f"is a {type(given).__name__}"
         raise UserError(f"metric {name} {what}", WHERE, fix)
     if not callable(given.function) or given.better not in ("max", "min"):
         raise UserError(f"metric {name} is ({type(given.function).__name__}, {given.better!r})", WHERE, fix)
-    if bool(given.length) != (given.of is not None) or given.length < 0:
+    if isinstance(given, OwnMetric) and (bool(given.length) != (given.of is not None) or given.length < 0):
         what = f"metric {name} has length={given.length} and of={given.of}"
         raise UserError(what, WHERE, "both: length numbers of each sample, and of(their sums); or neither: the mean of one number")
     return given
 
 
+def _of_library(name: str, metric: Any, better: Better, inputs: Any = None) -> OwnMetric | GatheredMetric:
+    if not has_sums_alone(metric):
+        parts = PartsOfMetric(name, metric, inputs, WHERE)
+        return GatheredMetric(parts, better, parts.compute)
+    sums = SumsOfMetric(name, metric, inputs, WHERE)
+    return OwnMetric(sums, better, sums.length, sums.compute)
+
+
+def summed(metrics: UserMetrics) -> dict[str, OwnMetric]:
+    """The metrics that are made of sums."""
+    return {name: metric for name, metric in metrics.items() if isinstance(metric, OwnMetric)}
+
+
+def of_parts(metrics: UserMetrics) -> dict[str, GatheredMetric]:
+    """The metrics that are made of Parts."""
+    return {name: metric for name, metric in metrics.items() if isinstance(metric, GatheredMetric)}
+
+
+def parts_of(metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Parts]:
+    """What is gathered of a pass, by the names of Measured.gathered."""
+    return {f"{name}_parts": metric.function(outputs, batch) for name, metric in of_parts(metrics).items()}
+
+
+def refuse_parts(metrics: UserMetrics) -> None:
+    """Raises UserError for a metric that a framework of compiled functions cannot gather."""
+    if found := of_parts(metrics):
+        what = f"metric {next(iter(found))} is of torchmetrics, which computes on tensors of torch"
+        raise UserError(what, WHERE, "framework=torch, or a function of arrays")
+
+
 def terms_of(
-    metrics: Mapping[str, OwnMetric], outputs: Any, batch: Mapping[str, Any], samples: int, rows: Callable[[Any, int, bool], Any]
+    metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any], samples: int, rows: Callable[[Any, int, bool], Any]
 ) -> dict[str, Any]:
     """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the framework.
 
     Raises UserError where a function gives another shape than its metric declares.
     """
     terms: dict[str, Any] = {}
-    for name, metric in metrics.items():
+    for name, metric in summed(metrics).items():
         value = metric.function(outputs, batch)
         if metric.length:
             terms[f"{name}_sum"] = _checked(name, rows(value, samples, False), (samples, metric.length))

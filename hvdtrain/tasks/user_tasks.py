@@ -11,12 +11,12 @@ import numpy as np
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts, known_labels
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
-from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
-from hvdtrain.tasks.user_functions import WHERE, Loss, OwnMetric, is_torch_module
+from hvdtrain.tasks.task import Part, Place, Task, find_field, gathered, is_users_model
+from hvdtrain.tasks.user_functions import WHERE, GatheredMetric, Loss, OwnMetric, UserMetrics, is_torch_module, of_parts, summed
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _refuse_keys_of_classification(model: ModelConfig) -> None:
 class Measured:
     """Another task with metrics of the user's own, one of which, or of the task's, is the objective."""
 
-    def __init__(self, task: Task, metrics: Mapping[str, OwnMetric], objective: str | None, examples: Batch) -> None:
+    def __init__(self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> None:
         self.task, self.own, self.examples = task, dict(metrics), examples
         self.objective = objective or task.objective
 
@@ -202,9 +202,20 @@ class Measured:
 
     @property
     def sums(self) -> dict[str, int]:
-        own = [(f"{name}_sum", one.length) for name, one in self.own.items()]
-        counts = [(f"{name}_count", 0) for name, one in self.own.items() if not one.length]
+        own = [(f"{name}_sum", one.length) for name, one in summed(self.own).items()]
+        counts = [(f"{name}_count", 0) for name, one in summed(self.own).items() if not one.length]
         return {**self.task.sums, **dict(own), **dict(counts)}
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        return (*gathered(self.task), *(f"{name}_parts" for name in of_parts(self.own)))
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the header."""
+        names = list(of_parts(self.own))
+        what = "of evaluations alone, which gather what they keep of every sample on every rank"
+        return [f"metric{'s' * (len(names) > 1)} {', '.join(names)}: {what}"] if names else []
 
     def facts(self) -> dict[str, Any]:
         """With the direction and length of each metric."""
@@ -222,7 +233,7 @@ class Measured:
         raise UserError("metrics of a script are not computed with framework=numpy or keras", WHERE, "framework=torch or framework=jax")
 
 
-def measured(task: Task, metrics: Mapping[str, OwnMetric], objective: str | None, examples: Batch) -> Task:
+def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> Task:
     """The task with metrics; examples: some samples, to try the functions with.
 
     Raises UserError where a name is the task's, or the objective is no metric.
@@ -238,7 +249,10 @@ def measured(task: Task, metrics: Mapping[str, OwnMetric], objective: str | None
     return cast("Task", Measured(task, metrics, objective, examples))
 
 
-def _metric(name: str, own: OwnMetric) -> Metric:
+def _metric(name: str, own: OwnMetric | GatheredMetric) -> Metric:
+    if isinstance(own, GatheredMetric):
+        of_all = own.of
+        return Metric(name, lambda sums: of_all(sums.get(f"{name}_parts", Parts())), own.better)
     if not own.length:
         return Metric(name, ratio(f"{name}_sum", f"{name}_count"), own.better, percent=own.percent)
     of = own.of

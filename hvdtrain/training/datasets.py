@@ -324,6 +324,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
     train, val, task, _ = datasets
     lines = list(dict.fromkeys(line for source in (train, val) for line in notes_of(source))) + _notes_on_blocks(config, train)
     lines += notes_on_fields(config, train, task.fields)
+    lines += getattr(task, "notes", [])
     if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
         lines.append(
             "data.val_share takes of all samples alike, not of each class: labels are read with the samples (`targets` would have them)"

@@ -16,7 +16,7 @@ from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.tasks.classification import Classification
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.task import Task, gathered
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.input import device_batches, read_ahead_of
 
@@ -49,7 +49,7 @@ def evaluate(config: Config, learner: Learner, source: Source, task: Task, commu
         if counter is not None and isinstance(source, LabelledImages):
             counter.add(source.labels()[indices], predictions.outputs.argmax(1))
     counts = counter.counts() if counter is not None else {}
-    total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums)
+    total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums, gathered(task))
     assert total["count"] == len(source), (total["count"], len(source))
     return Evaluation(
         len(source),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress, fold
 from hvdtrain.data.sampler import evaluation_batches
+from hvdtrain.tasks.task import gathered
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.train_state import TrainState
@@ -80,9 +82,9 @@ def synchronize(job: Job, window: Window) -> Sums:
     return add_up(job, sums, "train.sums")  # the host waits for the device here
 
 
-def add_up(job: Job, sums: Sums, name: str) -> Sums:
-    """The sums of all ranks, none of which was lost until now, where the others would go on without it."""
-    total = allreduce_sums(job.communicator, sums, name, job.task.sums)
+def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
+    """The sums of all ranks, none of which was lost until now, where the others would go on without it; parts: what is gathered."""
+    total = allreduce_sums(job.communicator, sums, name, job.task.sums, parts)
     if job.memory_copy:
         job.memory_copy.confirm()
     return total
@@ -144,6 +146,6 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
                 return None
             if batch is not None:
                 sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums")
+    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums", gathered(job.task))
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

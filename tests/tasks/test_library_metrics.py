@@ -12,29 +12,59 @@ import pytest
 import torch
 import torchmetrics
 from rank_threads import in_threads
+from torchmetrics.image import PeakSignalNoiseRatio
 
 import hvdtrain
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
-from hvdtrain.core.metrics import add_sums, zero_sums
+from hvdtrain.core.metrics import Parts, add_sums, zero_sums
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import Task
-from hvdtrain.tasks.user_functions import read_metrics
+from hvdtrain.tasks.task import Task, gathered
+from hvdtrain.tasks.user_functions import read_metrics, refuse_parts
 from hvdtrain.tasks.user_tasks import examples_of, measured
 from hvdtrain.training.build import build_learner, build_task
 
-SHARES = {1: [0, 47], 2: [0, 30, 47], 3: [0, 5, 6, 47]}  # where the ranks' samples begin and end
+SHARES = ([0, 47], [0, 30, 47], [0, 5, 6, 47], [0, 0, 20, 47])  # where the ranks' samples begin and end
+
+
+class Spread(torchmetrics.Metric):
+    """Largest less least error, over the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.tensor(-torch.inf), dist_reduce_fx="max")
+        self.add_state("least", torch.tensor(torch.inf), dist_reduce_fx="min")
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        error = (preds - target).abs()
+        self.largest, self.least = torch.maximum(self.largest, error.max()), torch.minimum(self.least, error.min())
+        self.total, self.samples = self.total + error.sum(), self.samples + len(error)
+
+    def compute(self) -> torch.Tensor:
+        return (self.largest - self.least) / (self.total / self.samples)
+
+
+def thirds(split: str) -> dict[str, np.ndarray]:
+    """Six columns, and in which third of the samples their sum is: every class is there."""
+    x = own_data.classes(split)["x"]
+    return {"x": x, "y": np.digitize(x.sum(1), np.quantile(x.sum(1), [1 / 3, 2 / 3]))}
+
+
 JOBS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "classes": (
-        own_data.classes,
+        thirds,
         ["model.name=linear"],
         {
             "f1": (torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"), "max"),
             "kappa": (torchmetrics.CohenKappa(task="multiclass", num_classes=3), "max"),
             "ap": (torchmetrics.AveragePrecision(task="multiclass", num_classes=3, thresholds=50), "max"),
+            "exact_ap": (torchmetrics.AveragePrecision(task="multiclass", num_classes=3), "max"),
+            "roc": (torchmetrics.AUROC(task="multiclass", num_classes=3), "max"),
         },
     ),
     "numbers": (
@@ -43,13 +73,20 @@ JOBS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
         {
             "rmse": (torchmetrics.MeanSquaredError(squared=False), "min"),
             "r2score": (torchmetrics.R2Score(), "max"),
+            "spread": (Spread(), "min"),
+            "kendall": (torchmetrics.KendallRankCorrCoef(), "max"),
+            "pearson": (torchmetrics.PearsonCorrCoef(), "max"),
+            "psnr": (PeakSignalNoiseRatio(data_range=20.0), "max"),
             "log_cosh": (torchmetrics.LogCoshError(), "min", lambda outputs, batch: (outputs[:, 0], batch["y"])),
         },
     ),
     "labels": (
         own_data.labels,
         ["model.name=linear", "task.name=multilabel"],
-        {"exact": (torchmetrics.ExactMatch(task="multilabel", num_labels=5), "max")},
+        {
+            "exact": (torchmetrics.ExactMatch(task="multilabel", num_labels=5), "max"),
+            "roc": (torchmetrics.AUROC(task="multilabel", num_labels=5, average="micro"), "max"),
+        },
     ),
     "pixels": (
         own_data.shapes,
@@ -84,19 +121,19 @@ def test_metrics_are_the_librarys_own_on_any_number_of_ranks(name: str) -> None:
         made.update(*(inputs[0](outputs, {"y": target}) if inputs else (preds, target.long() if name != "numbers" else target)))
         expected[metric] = made.compute().item()
 
-    def evaluated(rank: Communicator) -> dict[str, float]:
+    def evaluated(rank: Communicator, edges: np.ndarray) -> dict[str, float]:
         one: Any = build_learner(config, task, rank)
         one.load(first)
-        edges = np.array(SHARES[rank.size]) * len(source) // 47
         sums = zero_sums(task.sums)
         for start in range(*edges[rank.rank : rank.rank + 2].tolist(), 8):
             rows = np.arange(start, min(start + 8, edges[rank.rank + 1]))
             sums = add_sums(sums, one.evaluate(one.to_device(source.read(rows))))
-        total = allreduce_sums(rank, sums, "test", task.sums)
+        total = allreduce_sums(rank, sums, "test", task.sums, gathered(task))
         return {metric.name: metric.of(total) for metric in task.metrics if metric.name in expected}
 
-    for size in (1, 2, 3):
-        for found in in_threads(size, evaluated):
+    for edges in SHARES:
+        shares = np.array(edges) * len(source) // 47
+        for found in in_threads(len(edges) - 1, lambda rank, shares=shares: evaluated(rank, shares)):
             assert found == pytest.approx(expected, rel=1e-12)
     assert all(np.isfinite(list(expected.values())))
 
@@ -113,23 +150,59 @@ def test_a_job_decides_by_a_metric_of_the_library(tmp_path: Path, monkeypatch: p
     assert run.last == epochs[-1]["val_f1"] == pytest.approx(expected, rel=1e-6) and 0 <= epochs[0]["train_f1"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (
-            torchmetrics.AUROC(task="multiclass", num_classes=3),
-            r"MulticlassAUROC keeps preds, target, which are no sums over samples\n.*\n  fix: thresholds=200",
-        ),
-        (torchmetrics.MaxMetric(), "MaxMetric keeps max_value, which are no sums"),
-    ],
-)
-def test_what_is_no_sum_is_refused(metric: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_metrics({"mine": (metric, "max")})
+def test_a_job_gathers_at_its_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose header says so; in training the metric is not known; evaluate() has it too."""
+    monkeypatch.chdir(tmp_path)
+    roc = torchmetrics.AUROC(task="multiclass", num_classes=3)
+    config = {"model.name": "linear", "run": "out", "epochs": 2, "batch.size": 32, "batch.evaluate": 10, "speed.precision": "fp64"}
+    data = {split: thirds(split) for split in ("train", "val")}
+    run = hvdtrain.train(config, train_data=data["train"], val_data=data["val"], metrics={"roc": (roc, "max")}, objective="roc")
+    assert "metric roc: of evaluations alone, which gather what they keep" in capsys.readouterr().out
+    events = list(map(json.loads, (tmp_path / "out" / "events.jsonl").read_text().splitlines()))
+    epochs = [event for event in events if event["kind"] == "epoch"]
+    expected = roc(torch.tensor(hvdtrain.predict(run, data["val"])), torch.tensor(data["val"]["y"])).item()
+    assert run.last == epochs[-1]["val_roc"] == pytest.approx(expected, rel=1e-6) and epochs[-1]["train_roc"] is None
+    assert [event["roc"] for event in events if event["kind"] == "step"] == [None] * sum(event["kind"] == "step" for event in events)
+    found = hvdtrain.evaluate(run, data["val"], metrics={"roc": (roc, "max")})
+    assert found["roc"] == pytest.approx(expected, rel=1e-6)
+
+
+class Odd(torchmetrics.Metric):
+    """With a state that ranks put together in a way of its own, or take the mean of, or that is no tensor."""
+
+    def __init__(self, reduction: Any, default: Any = None) -> None:
+        super().__init__()
+        self.add_state("state", torch.tensor(0.0) if default is None else default, dist_reduce_fx=reduction)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        if isinstance(self.state, list):
+            self.state.append("word")  # type: ignore[arg-type]
+        else:
+            self.state = self.state + preds.mean()
+
+    def compute(self) -> torch.Tensor:
+        return torch.as_tensor(self.state)
+
+
+def test_states_that_cannot_be_put_together_are_refused() -> None:
+    with pytest.raises(UserError, match=r"metric mine: Odd puts state of several ranks together by nansum\(\)\n.*\n  fix: dist_reduce_fx="):
+        read_metrics({"mine": (Odd(torch.nansum), "max")})
+    with pytest.raises(UserError, match=r"metric mine: MinMaxMetric keeps other metrics, whose states are not known"):
+        read_metrics({"mine": (torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()), "max")})
+    mean: Any = read_metrics({"mine": (Odd("mean"), "max")})["mine"]
+    batch = {"y": torch.ones(2)}
+    parts = mean.function(torch.ones(2), batch)
+    assert mean.of(parts + parts) == 1.0 and np.isnan(mean.of(Parts()))
+    with pytest.raises(UserError, match=r"Odd takes the mean of state over ranks, which depends on their number"):
+        mean.of(parts + mean.function(torch.zeros(2), batch))
+    with pytest.raises(UserError, match=r"Odd keeps state, which are no tensors"):
+        read_metrics({"mine": (Odd(None, []), "max")})["mine"].function(torch.ones(2), batch)
+    with pytest.raises(UserError, match=r"metric mine is of torchmetrics, which computes on tensors of torch"):
+        refuse_parts(read_metrics({"mine": (Odd("mean"), "max")}))
 
 
 def test_several_numbers_and_other_shapes_are_refused() -> None:
-    several = read_metrics({"mine": (torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "max")})["mine"]
+    several: Any = read_metrics({"mine": (torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "max")})["mine"]
     assert several.of is not None
     with pytest.raises(UserError, match=r'metric mine: MulticlassF1Score gives 3 numbers, not one\n.*\n  fix: average="macro"'):
         several.of(np.ones(several.length))

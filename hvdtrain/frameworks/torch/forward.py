@@ -165,7 +165,7 @@ class Forward:
     def _losses(self, outputs: Any, batch: DeviceBatch, training: bool) -> Losses:
         each = self._part.each(outputs, batch.arrays, training)
         terms = {name: term.detach().sum(0, dtype=torch.float64) for name, term in each.terms.items()}
-        sums = {"loss": each.loss.detach().double().sum(), **terms, "count": batch.samples}
+        sums = {"loss": each.loss.detach().double().sum(), **terms, **each.parts, "count": batch.samples}
         return Losses((each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum(), sums)
 
 
