@@ -139,7 +139,7 @@ def _progress(train_state: TrainState) -> str:
 def _input(fields: dict[str, str]) -> str:
     """What the model is called with."""
     if fields.get("inputs", "").startswith("{"):  # of several inputs
-        return "; ".join(f"{name} {of['inputs']}, {of['dtype']} {of['shape']}" for name, of in json.loads(fields["inputs"]).items())
+        return "; ".join(_input_of_field(name, of) for name, of in json.loads(fields["inputs"]).items())
     if "dtype" in fields:  # of numbers that are not images
         of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
         if "mean" not in fields:
@@ -151,6 +151,11 @@ def _input(fields: dict[str, str]) -> str:
     if "class_names" in fields:
         data.append(f"named {fields['class_names']:.200}")
     return f"{fields.get('inputs', '(pixels / 255 - mean) / std')}: {', '.join(data)}"
+
+
+def _input_of_field(name: str, field: dict[str, Any]) -> str:
+    numbers = [f"{key} {_cut(json.dumps(field[key]))}" for key in ("mean", "std") if key in field["inputs"]]
+    return ", ".join([f"{name}: {field['inputs']}", *numbers, f"{field['dtype']} {field['shape']}"])
 
 
 def _cut(numbers: str) -> str:

@@ -175,8 +175,8 @@ class Context:
 
         Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 to 3); with parallel.*
         ranks have the model together. Weights and buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer
-        that has no state. example: a tensor (n, ...), what the model is called with for some samples: parallel.tensor and
-        parallel.pipeline need it, and shard.stage=3 with speed.precision=bf16 or fp16.
+        that has no state. example: a tensor (n, ...), what the model is called with for some samples, or a dict of several: parallel.tensor
+        and parallel.pipeline need it, and shard.stage=3 with speed.precision=bf16 or fp16.
         """
         if self._learner is not None:
             raise UserError("a second ctx.prepare()", "ctx.prepare()", self._words.one)

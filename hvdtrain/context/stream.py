@@ -62,6 +62,9 @@ class SampleStream:
 def checked_source(dataset: object, where: str, config: Config) -> Source:
     """The data set of an own loop, whose integers are checked when they are read. Raises UserError for what is none."""
     found = as_source(dataset, "the data set", where, config.data.workers, tuple(config.data.inputs))
+    if missing := [name for name in config.data.inputs if name not in found.fields]:
+        what = f"data.inputs names {missing[0]}, and the samples have {', '.join(found.fields)}"
+        raise UserError(what, config.where("data.inputs"), "names of the data set's fields, which they keep in each batch")
     return as_declared(found, found.fields)
 
 

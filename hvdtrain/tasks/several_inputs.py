@@ -57,6 +57,11 @@ def input_fields(task: Any) -> dict[str, Field]:
     return {name: fields[name] for name in names} if set(names) <= fields.keys() else fields
 
 
+def main_input(task: Any) -> str:
+    """The field that a task takes for x."""
+    return str(getattr(task, "main", "x"))
+
+
 class SeveralInputs:
     """Another task, made of one of the fields as its x; the model is called with all of them."""
 

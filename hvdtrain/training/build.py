@@ -79,7 +79,8 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
     else:  # the task itself leaves its x as it is
         as_it_is = config.replace(task=config.task.with_options(standardize=False))
         task = several_inputs(lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where)
-    if config.data.mean and transform_of(task) is None and "x" not in names:
+    several = transforms_of(task)
+    if config.data.mean and (transform_of(task) is None if several is None else "x" not in several.each):
         what = f"task.name={name} says nothing of what is done to x: data.mean and data.std would have no effect"
         raise UserError(what, config.where("data.mean"), "leave them out, and let the task's Part.inputs() do it")
     given = config.task.given

@@ -118,7 +118,9 @@ def check_augmentation(config: Config, source: Source) -> None:
         augment.check_augmentation(config.augment, (height, width, channels))
     elif augment.is_enabled(config.augment):
         fields = ", ".join(f"{name} {field}" for name, field in source.fields.items())
-        raise UserError(f"augmentation is of images; the data have {fields}", config.where("data.name"), "leave the keys of augment out")
+        image = next((name for name, field in source.fields.items() if is_image(field)), None)
+        fix = "leave the keys of augment out" + (f", or call the field {image} x" if image and x is None else "")
+        raise UserError(f"augmentation is of images; the data have {fields}", config.where("data.name"), fix)
 
 
 def _check_reading(config: Config, *sources: Source) -> None:

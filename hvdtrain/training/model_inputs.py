@@ -29,6 +29,8 @@ def input_names(config: Config, source: Source) -> tuple[str, ...]:
     names = _names(config, source.fields, nested_inputs(source))
     if names != X:
         _check(config, names, source.fields)
+    elif "x" not in source.fields:
+        _refuse_unnamed(config, source.fields)
     return names
 
 
@@ -72,6 +74,19 @@ def _required(forward: Any) -> tuple[str, ...]:
         return ()
     required = [one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return () if any(one.kind is one.POSITIONAL_ONLY for one in required) else tuple(one.name for one in required)
+
+
+def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
+    """Raises UserError where there is no x, and several fields that may be inputs: of another one the task says what is missing."""
+    others = [name for name in fields if name not in TARGETS]
+    if len(others) < 2:
+        return
+    what = f"the model gets one input x, and the data have {_list(fields)}"
+    if config.framework == "torch" and is_users_model(config.model):
+        fix = f"data.inputs=[{','.join(others)}] of those that it gets; or forward() with parameters of these names"
+    else:
+        fix = "one field x; or framework=torch and a model of your own, whose forward() has parameters of these names"
+    raise UserError(what, config.where("model.name"), fix)
 
 
 def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) -> None:

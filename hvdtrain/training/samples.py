@@ -27,6 +27,7 @@ from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner, Sampler
 from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.segmentation import Segmentation
+from hvdtrain.tasks.several_inputs import main_input
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
 from hvdtrain.training.evaluate import predict
@@ -152,7 +153,7 @@ class SampleSeries:
             said.append(predictions.outputs.argmax(1))
         whole = self.learner.data.allgather(np.concatenate(said), "samples.masks")
         shown = self.val.read(numbers)
-        return png(picture(Masks(numbers, shown["x"], shown["y"], whole, task.ignored)))
+        return png(picture(Masks(numbers, shown[main_input(self.task)], shown["y"], whole, task.ignored)))
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
         """A sign of life at each position, on ranks without sequences too; now and then all ranks agree whether to stop."""
@@ -181,8 +182,10 @@ class SampleSeries:
 
 
 def _segmentation(task: Task) -> Segmentation | None:
-    """The task, or that which metrics of a script were added to."""
-    inner = getattr(task, "task", task)
+    """The task, or that which metrics of a script or further inputs were added to."""
+    inner: Any = task
+    while hasattr(inner, "task"):
+        inner = inner.task
     return inner if isinstance(inner, Segmentation) else None
 
 

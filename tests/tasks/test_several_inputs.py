@@ -158,3 +158,66 @@ def test_every_kind_of_data_is_one_job_stopped_or_not(tmp_path: Path, monkeypatc
     for run in [*ways, "parts"]:
         for name, array in weights_of(run).items():
             assert np.array_equal(array, first[name]), (run, name)
+
+
+class Extra(two_inputs.Net):
+    """Of one parameter more, which has a default."""
+
+    def forward(self, image: torch.Tensor, table: torch.Tensor, weight: Any = None) -> torch.Tensor:
+        return super().forward(image, table)
+
+
+class NoTable(torch.nn.Module):
+    def forward(self, image: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return image
+
+
+def test_a_field_that_nothing_uses_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = {**two_inputs.fields(), "weight": np.ones(two_inputs.SAMPLES)}
+    keys = {"task.name": "regression", "max_steps": 1, "batch.size": 4, "run": f"{tmp_path}/run"}
+    hvdtrain.train(keys, model=Extra, train_data=data, val_data=data)
+    shown = capsys.readouterr().out
+    assert "nothing uses the field weight; data.inputs=[image,table,weight] gives the model weight too" in shown
+    assert "inputs  image: (pixels / 255 - mean) / std by channel: mean 0." in shown
+    assert "table: x as the data have it, float64 as float32; task.standardize=true: (x - mean) / std of the training set" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "model.name=test_several_inputs:NoTable",
+            r"takes image, columns; the data have image, table, y, and no columns\n.*\n.*data\.inputs=",
+        ),
+        ("data.inputs=[image,tabel]", r"data\.inputs names image, tabel; the data have .* no tabel\n.*\n  fix: did you mean table\?"),
+        ("data.inputs=[image,image]", "one of them twice"),
+        ("data.inputs=[image,y]", "y is what is learned"),
+        ("data.inputs=[image] model.name=mlp", r"model\.name=mlp takes one input x, and the data give it image"),
+        ("model.name=mlp", r"the model gets one input x, and the data have image, table, y\n.*\n  fix: one field x; or framework=torch"),
+        ("model.name=two_inputs:OfDict", r"gets one input x.*\n.*\n  fix: data\.inputs=\[image,table\]"),
+        ("data.inputs=[image,table] framework=jax", r"the inputs image, table needs framework=torch, and this is framework=jax"),
+        ("parallel.pipeline=2", r"parallel\.pipeline cuts a model with one input, and the model gets image, table"),
+        ("parallel.dense=b", r"parallel\.dense cuts a model with one input"),
+        ("augment.flip=true", r"augmentation is of images; .*\n.*\n.*or call the field image x"),
+        ("evaluate.views=2", "the data have no field x but image, table, y"),
+        ("data.mean=[0.5] data.std=[0.2]", "the data have image, table, y, and no x"),
+        ("task.name=language data.inputs=[image]", r"data\.inputs=\['image'\] has no effect: task\.name=language makes the inputs"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_job(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_datasets(configure(None, [*words_of("regression"), *words.split()]))
+
+
+def test_data_that_do_not_fit_each_other_are_told_of() -> None:
+    data, other = two_inputs.fields(), two_inputs.fields("val")
+    job: dict[str, Any] = {"model": two_inputs.Net, "train_data": data}
+    with pytest.raises(UserError, match=r"table is float64 \(3,\) in the training set, float64 \(2,\) in the validation set"):
+        hvdtrain.train({"task.name": "regression"}, **job, val_data={**other, "table": other["table"][:, :2]})
+    with pytest.raises(
+        UserError, match=r"the model fails for inputs image \(2, 1, 6, 5\), table \(2, 2\): .*\n.*\n.*table float32 \(n, 2\)"
+    ):
+        narrow = {**data, "table": data["table"][:, :2]}
+        hvdtrain.train({"task.name": "regression", "batch.size": 4}, model=two_inputs.Net, train_data=narrow, val_data=narrow)
+    with pytest.raises(UserError, match="has y inside of x and beside it"):
+        hvdtrain.train({"task.name": "regression"}, model=two_inputs.OfDict, train_data={"x": data, "y": data["y"]}, val_data=data)

@@ -28,6 +28,7 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.segmentation import Segmentation
+from hvdtrain.tasks.several_inputs import SeveralInputs, transforms_of
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_tasks import Measured
 from hvdtrain.training.evaluate import predict as predict_samples
@@ -127,7 +128,8 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     task, to = model.task, parsed.options["to"]
     is_of_masks = isinstance(task, Segmentation) and is_image(task.x)
     if not is_of_masks and (not isinstance(task, Classification) or not task.is_of_images):
-        raise UserError(f"--images are of images, and the run has task.name={model.task.name}", "RUN", "--data FILE")
+        what = f"task.name={task.name}" + (f" with the inputs {', '.join(several.each)}" if (several := transforms_of(task)) else "")
+        raise UserError(f"--images are of images, and the run has {what}", "RUN", "--data FILE")
     source = _source(files, task.sizes["shape"], task.sizes.get("classes", 1), config)
     if communicator.size > 1:
         data = {"image files": source.image_digest(config.seed), "samples": len(source), "names": "\n".join(files.paths)}
@@ -230,7 +232,8 @@ class Said(NamedTuple):
 
 def said(task: Any, config: Config) -> Said:
     """The most probable class, or token that comes next, with its probability; of all else the outputs."""
-    task = task.task if isinstance(task, Measured) else task
+    while isinstance(task, (Measured, SeveralInputs)):
+        task = task.task
     is_softmax, names = config.model.loss == "cross_entropy", config.data.class_names
     if isinstance(task, Classification):
         return Said(

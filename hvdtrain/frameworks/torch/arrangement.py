@@ -16,7 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
-from hvdtrain.frameworks.torch.call import Called
+from hvdtrain.frameworks.torch.call import Called, any_of, each_of
 from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import example, normed_model
@@ -36,16 +36,17 @@ class Given(NamedTuple):
     """A script's own model, in the place of the one that model.name means."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
-    inputs: torch.Tensor | None  # (n, ...) what it is called with, on its device; None: the script has given none
+    inputs: Called | None  # (n, ...) what it is called with, on its device; None: the script has given none
 
-    def example(self, count: int | None, config: Config) -> torch.Tensor:
+    def example(self, count: int | None, config: Config) -> Called:
         """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError where the script has given none."""
         if self.inputs is None:
             key = next((key for key in ("parallel.tensor", "parallel.pipeline") if config.origin(key) != DEFAULT), "shard.stage")
             fix = "model, optimizer = ctx.prepare(model, optimizer, example=x), x: what the model is called with, for some samples"
             raise UserError(f"{key} has to see what the model is called with", f"ctx.prepare(), {config.where(key)}", fix)
-        rows = torch.arange(count or len(self.inputs), device=self.inputs.device) % len(self.inputs)
-        return self.inputs[rows]
+        one = any_of(self.inputs)
+        rows = torch.arange(count or len(one), device=one.device) % len(one)
+        return each_of(self.inputs, lambda x: x[rows])
 
 
 class Making(NamedTuple):

@@ -81,7 +81,7 @@ class Layers(Arrangement):
         if making.planned is not None:
             return planned_first_units(self.model, config, only_one(making.example()))
         if making.given is not None:
-            x = making.given.example(None, config)
+            x = only_one(making.given.example(None, config))
         else:
             x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
         autocast, world = making.precision.autocast, making.mesh.world

@@ -22,6 +22,7 @@ from hvdtrain.frameworks.own_loop import LoopLearner, Samples
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.build import device_of_rank
+from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import check_compiler, compile_summary, describe_device, dropout_stream, keep_gradients, seed_dropout
 from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
@@ -60,9 +61,9 @@ class OwnLearner(LoopLearner):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         on_step: Callable[[], None],
-        example: torch.Tensor | None = None,
+        example: Called | None = None,
     ) -> None:
-        """example: (n, ...) what the model is called with, for some samples: parallel.tensor and parallel.pipeline need it."""
+        """example: (n, ...) what the model is called with, for some samples: parallel.* and shard.stage=3 need it."""
         self.config, self.mesh, self.data, self._on_step = config, mesh, mesh.data, on_step
         self.readers = mesh.data
         self.device = device_of_rank(config, mesh.world)
@@ -107,14 +108,12 @@ class OwnLearner(LoopLearner):
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
 
-    def _arranged(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: torch.Tensor | None) -> Arrangement:
+    def _arranged(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: Called | None) -> Arrangement:
         """The script's model as the ranks have it, with the optimizer of the parameters that it has then."""
         whole = uncompiled(model)
         names = {p: name for name, p in whole.named_parameters()}
         if example is not None:
-            example = example.detach().to(self.device)
-            if self._sample_type is not None and example.is_floating_point():
-                example = example.to(self._sample_type)
+            example = each_of(example, self._as_sample)
         stopwatch, given = ReplaceableStopwatch(HostStopwatch()), Given(whole, example)
         making = Making(self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given)
         arrangement = arrangement_of(self.config)(making)
@@ -123,6 +122,11 @@ class OwnLearner(LoopLearner):
         for group in optimizer.param_groups:
             group["params"] = [now[names[p]] for p in group["params"]]
         return arrangement
+
+    def _as_sample(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of a script as the tensors of samples are."""
+        x = x.detach().to(self.device)
+        return x.to(self._sample_type) if self._sample_type is not None and x.is_floating_point() else x
 
     def to_device(self, batch: Batch) -> Samples:
         """numpy (n, ...) of each field as tensors on the device, of the same number type; with speed.precision of that of the weights."""
