@@ -149,6 +149,8 @@ def _with_inputs(task: Task, transforms: Transforms) -> Task:
 
 def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:
     """The task of these Task.facts(), with several inputs where they have some. Raises as restore() does."""
+    if not isinstance(facts, Mapping):
+        raise TypeError("no facts of a task")
     one = {name: value for name, value in facts.items() if name != "inputs"}
     return restore(one) if "inputs" not in facts else _with_inputs(restore(one), transforms_of_facts(facts))
 
