@@ -48,18 +48,22 @@ def test_samples_are_padded_to_the_longest_that_is_read() -> None:
 
 @needs_mpirun
 def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_path: Path) -> None:
-    """A language and a loss of a script, of one pass, of passes and of passes by length; what two ranks stopped goes on in one process."""
+    """A language, a loss of a script, a model that gets the mask, in one pass and by length; one process goes on where two stopped."""
     done = mpirun(2, alone("sequence_jobs:on_ranks", str(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "padded to the longest of each pass, similar lengths in one pass" in done.stdout
     expected = {"language": sequence_jobs.language_by_hand(), "rows": sequence_jobs.rows_by_hand()}
-    found = {name: dict(np.load(f"{name}.npz")) for name in sequence_jobs.WAYS if name != "language-stopped"}
+    expected["sentences"] = sequence_jobs.sentences_by_hand()
+    found = {name: dict(np.load(f"{name}.npz")) for name in sequence_jobs.WAYS if name not in ("language-stopped", "sentences-stage")}
     found["language-alone"] = sequence_jobs.language("one")
     found["language-resumed"] = sequence_jobs.language("language-stopped", "batch.micro=3", "data.bucket_by=length")
     found["rows-alone"] = sequence_jobs.of_rows("rows-one", "batch.micro=5", "data.bucket_by=length")
     for name, weights in found.items():
         for key, array in expected[name.partition("-")[0]].items():
             np.testing.assert_allclose(weights[key], array, rtol=0, atol=1e-12, err_msg=f"{name} {key}")
+    small = sequence_jobs.of_sentences("small", "batch.size=3", "batch.micro=1", "stop.steps=3")
+    for key, array in np.load("sentences-stage.npz").items():  # one of the ranks has a pass without samples
+        np.testing.assert_allclose(small[key], array, rtol=0, atol=1e-12)
     first = dict(made(sequence_jobs.NextToken).named_parameters())["head.weight"].detach().numpy()
     assert np.abs(expected["language"]["head.weight"] - first).max() > 1e-2
 

@@ -53,6 +53,20 @@ class OfRows(nn.Module):
         return self.out(self.row(x).tanh().cumsum(1) / 15)[..., 0]
 
 
+class OfSentence(nn.Module):
+    """Scores of two classes from the real tokens of each sample, each of which sees all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.query, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)  # (n, T, 6)
+        scores = (self.query(x) @ x.transpose(1, 2)).masked_fill(~mask[:, None], -torch.inf)
+        seen = (scores.softmax(2) @ x) * mask[..., None]
+        return self.head(seen.sum(1) / mask.sum(1, keepdim=True))
+
+
 def loss_of_rows(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """(n,): the mean over the real rows of each sample."""
     errors = (outputs - batch["y"]).square() * batch["real"]
@@ -91,11 +105,25 @@ def of_rows(run: str, *words: str) -> dict[str, np.ndarray]:
     return dict(hvdtrain.train(job, *JOB, *PAD_ROWS, *words, model=made(OfRows), loss=loss_of_rows, **data).weights)
 
 
+def sentences(samples: int = SAMPLES, seed: int = 1) -> dict[str, Any]:
+    found = tokens(samples, seed)
+    return {"tokens": found, "y": np.array([int(one.sum()) % 2 for one in found])}
+
+
+def of_sentences(run: str, *words: str) -> dict[str, np.ndarray]:
+    data = {"train_data": sentences(), "val_data": sentences(20, 8)}
+    job: dict[str, Any] = {"run": run, "stop.steps": STEPS, "data.pad": {"tokens": 0}, "data.mask": {"tokens": "mask"}}
+    return dict(hvdtrain.train(job, *JOB, *words, model=made(OfSentence), **data).weights)
+
+
 WAYS = {
     "language-passes": (language, "batch.micro=3"),
     "language-buckets": (language, "batch.micro=3", "data.bucket_by=length"),
     "language-stage": (language, "batch.micro=4", "data.bucket_by=tokens", "shard.stage=2"),
     "language-stopped": (language, "batch.micro=3", "data.bucket_by=length", "stop.steps=4"),
+    "sentences": (of_sentences,),
+    "sentences-buckets": (of_sentences, "batch.micro=5", "data.bucket_by=length"),
+    "sentences-stage": (of_sentences, "batch.size=3", "batch.micro=1", "shard.stage=3", "stop.steps=3"),
     "rows": (of_rows,),
     "rows-buckets": (of_rows, "batch.micro=2", "data.bucket_by=y"),
 }
@@ -134,6 +162,17 @@ def language_by_hand() -> dict[str, np.ndarray]:
         return functional.cross_entropy(logits, one[1:], reduction="sum"), len(one) - 1
 
     return by_hand(made(NextToken), loss)
+
+
+def sentences_by_hand() -> dict[str, np.ndarray]:
+    found = sentences()
+
+    def loss(model: nn.Module, sample: int) -> tuple[torch.Tensor, int]:
+        one = torch.from_numpy(found["tokens"][sample])[None]
+        label = torch.tensor([int(found["y"][sample])])
+        return functional.cross_entropy(model(one, torch.ones(one.shape, dtype=torch.bool)), label), 1
+
+    return by_hand(made(OfSentence), loss)
 
 
 def rows_by_hand() -> dict[str, np.ndarray]:

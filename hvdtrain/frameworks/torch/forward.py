@@ -56,9 +56,9 @@ def first_of(outputs: Any) -> Any:
 
 
 def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
-    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are."""
+    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are. Masks are of samples that are all real."""
     with copied_buffers(model):
-        outputs = call(model, each_of(inputs, lambda x: x.new_zeros(2, *x.shape[1:])))
+        outputs = call(model, each_of(inputs, lambda x: x.new_full((2, *x.shape[1:]), x.dtype == torch.bool)))
     if isinstance(outputs, SplitLogits):
         return outputs.local.sum() * 0.0
     return rows_of(outputs, slice(0))
