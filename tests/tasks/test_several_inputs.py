@@ -11,6 +11,7 @@ import pytest
 import torch
 import two_inputs
 from rank_threads import in_threads
+from ranks import ROOT
 from torch.nn import functional
 
 import hvdtrain
@@ -221,3 +222,10 @@ def test_data_that_do_not_fit_each_other_are_told_of() -> None:
         hvdtrain.train({"task.name": "regression", "batch.size": 4}, model=two_inputs.Net, train_data=narrow, val_data=narrow)
     with pytest.raises(UserError, match="has y inside of x and beside it"):
         hvdtrain.train({"task.name": "regression"}, model=two_inputs.OfDict, train_data={"x": data, "y": data["y"]}, val_data=data)
+
+
+def test_the_configuration_of_two_inputs_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    assert main([f"--config={ROOT}/configs/two_inputs.yaml", "data.samples=1000", "epochs=6", "run=tanks"]) == 0
+    assert hvdtrain.read("tanks")["val_r2"].dropna().iloc[-1] > 0.9
