@@ -64,7 +64,7 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
         path = Path(str(config.model.weights)).expanduser()
         found, lines = read_weights(path, config.where("model.weights"))
         found, renamed = with_names_of_model(found, config.model, names)
-        if not config.model.weights_names and not names.keys() <= found.keys():
+        if not config.model.weights_names and (_is_of_library(path) or not names.keys() <= found.keys()):
             found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
@@ -73,6 +73,11 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
 
     lines = long_on_rank_0(communicator, read, go_on)
     return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
+
+
+def _is_of_library(path: Path) -> bool:
+    """Whether a folder, or that of a file, is one of Hugging Face's."""
+    return ((path if path.is_dir() else path.parent) / "config.json").is_file()
 
 
 def read_weights(path: Path, where: str) -> tuple[Arrays, list[str]]:

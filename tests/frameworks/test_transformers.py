@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pool import alone
+from pretrained_on_ranks import LIBRARY
+from ranks import mpirun, needs_mpirun
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import hvdtrain
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.training.pretrained import read_weights
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: make test-keras")
 
 WORDS = ["batch.size=12", "optim.name=sgd", "optim.base_lr=0", "speed.precision=fp64", "log.display=lines"]
 
 
-def vit() -> Any:
+def vit(**more: int) -> Any:
     sizes = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -29,7 +33,7 @@ def vit() -> Any:
         "image_size": 16,
         "patch_size": 8,
     }
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, num_labels=10))
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**{**sizes, **more}, num_labels=10))
 
 
 def gpt2() -> Any:
@@ -114,6 +118,47 @@ def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1 of the file are not of the model: other.weight" in said
     expected = transformers.ViTForImageClassification.from_pretrained(folder, dtype=torch.float64).state_dict()
     assert all(np.array_equal(array, expected[name].numpy()) for name, array in run.weights.items() if name != "vit.layernorm.weight")
+
+
+@needs_mpirun
+def test_any_number_of_ranks_begins_with_them(tmp_path: Path) -> None:
+    """Rank 0 reads; what is trained is that of one process, also where ranks have parts of the weights."""
+    folder = saved(lambda: vit(num_channels=1, image_size=8, patch_size=4), tmp_path / "folder")
+    done = mpirun(2, alone("pretrained_on_ranks:library_jobs", str(folder)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [*LIBRARY, f"model.name=transformers:{folder}", f"model.weights={folder}"]
+    expected = hvdtrain.train({"run": str(tmp_path / "one"), "stop.steps": 5}, *words).weights
+    for number in range(2):
+        found = read_weights(Path(f"{folder}-{number}"), "")[0]
+        assert found.keys() == expected.keys()
+        for name, array in found.items():
+            np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+class Around(torch.nn.Module):
+    """A model of the library inside of one of a script."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.body(tokens)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_model_of_a_script(around: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It begins with a folder's weights, and gives no past; inside of another model its names are changed by model.weights_names."""
+    folder, net = saved(gpt2, tmp_path / "folder"), gpt2()
+    words = [*WORDS, "task.name=language", f"model.weights={folder}", *(["model.weights_names=['=body.']"] if around else [])]
+    model = Around(net) if around else net
+    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, model=model, train_data=DATA[gpt2], val_data=DATA[gpt2])
+    assert "28 of 28 arrays are loaded" in capsys.readouterr().out
+    expected = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        found = expected(torch.from_numpy(TOKENS[:, :-1])).logits.numpy()
+    np.testing.assert_allclose(hvdtrain.predict(run, TOKENS), found, rtol=0, atol=1e-12)
+    assert net.config.use_cache
 
 
 def test_options_and_what_is_no_model(tmp_path: Path) -> None:

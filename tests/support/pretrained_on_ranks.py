@@ -54,3 +54,14 @@ def adapted_jobs(folder: str) -> None:
         words = [*JOB.split()[2:], *LORA.split(), *way.split(), "comm.engine=mpi", "optim.momentum=0.9"]
         for steps in (4, 9):
             hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *words)
+
+
+def library_jobs(folder: str) -> None:
+    """A model of transformers with the weights of its folder, on all ranks and in parts; each stopped and resumed."""
+    for number, way in enumerate(("", "shard.stage=3")):
+        words = [*LIBRARY, f"model.name=transformers:{folder}", f"model.weights={folder}", *way.split(), "comm.engine=mpi"]
+        for steps in (2, 5):
+            hvdtrain.train({"run": f"{folder}-{number}", "stop.steps": steps}, *words)
+
+
+LIBRARY = ["batch.size=60", "optim.name=sgd", "optim.base_lr=0.05", "optim.momentum=0.9", "speed.precision=fp64", "log.display=lines"]

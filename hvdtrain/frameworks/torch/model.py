@@ -27,6 +27,7 @@ from hvdtrain.frameworks.torch.call import Called, call, shapes_of
 from hvdtrain.frameworks.torch.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
+from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.parallel.buffers import RUNNING, copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
@@ -218,6 +219,7 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
         )
+    without_past(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
     return model

@@ -300,8 +300,16 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
+ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default  # the host waits for it: float(tensor), `if mask.any()` of torch.nn.init
+
+
+def answer(tensor: torch.Tensor) -> bool | float:
+    """What the host is told of a tensor without numbers: false, no gradient was bad, or 1, the number of a step."""
+    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
 class _FakeStorages(LiveStorages):
-    """Storages of fake tensors; what the host asks for is false, no gradient was bad, or 1, the number of a step."""
+    """Storages of fake tensors; the host gets the answers of answer()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,6 +325,6 @@ class _FakeStorages(LiveStorages):
         super().enter(phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is ASKS_FOR_NUMBER:
+            return answer(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)

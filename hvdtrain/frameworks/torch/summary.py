@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema import Config
@@ -14,6 +15,7 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.footprint import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.predict_memory import ASKS_FOR_NUMBER, answer
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task
 
@@ -23,7 +25,7 @@ _SAMPLES = 2  # of the forward pass
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
     """Modules with parameters or operations of their own. Raises UserError where the model needs numbers to compute shapes."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), _Answered():
             model = normed_model(config, task, SingleProcessCommunicator())
             return _Calls(model, example(_SAMPLES, config, task, torch.empty(0))).rows()
     except UserError:
@@ -31,6 +33,13 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
     except Exception as error:  # of the user's model
         what = f"{config.model.name} cannot be called without numbers: {type(error).__name__}: {first_line(error)}"
         raise UserError(what, config.where("model.name"), "a model that needs no numbers to compute shapes") from error
+
+
+class _Answered(TorchDispatchMode):
+    """Inside, the host is told a number of a tensor without numbers, as first weights that are drawn anew until they fit ask for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))
 
 
 class _Calls:

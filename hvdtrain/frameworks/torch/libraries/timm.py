@@ -26,7 +26,9 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
             sizes["in_chans"] = shape[-1]
         try:
             model: torch.nn.Module = timm.create_model(name, **{**sizes, **options})
-        except (TypeError, RuntimeError) as error:  # an unknown option; a name, or a tag of weights, that is not known
+        except (TypeError, RuntimeError) as error:
+            if type(error) not in (TypeError, RuntimeError):  # an unknown option; a name, or a tag of weights, that is not known
+                raise
             raise UserError(
                 f"timm does not make {short(name)}: {error}", where, "options of the model's class and of timm.create_model()"
             ) from error

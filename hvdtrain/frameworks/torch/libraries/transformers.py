@@ -76,8 +76,6 @@ def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], op
     found.dtype = torch.get_default_dtype()  # the job's number type comes later: first weights are not rounded before
     if labels != found.num_labels:
         found.num_labels = labels  # makes names of classes, too
-    if hasattr(found, "use_cache"):
-        found.use_cache = False  # keys and values of past tokens, which training does not need
     return found
 
 
@@ -101,6 +99,14 @@ def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Mo
     if not isinstance(model, transformers.PreTrainedModel):
         raise UserError(f"transformers.{kind.__name__} is no class of models", where, "AutoModelForImageClassification, or another one")
     return model
+
+
+def without_past(model: torch.nn.Module) -> None:
+    """Models of transformers in it give no keys and values of past tokens, which are no tensors, and which training does not need."""
+    transformers: Any = sys.modules.get("transformers")
+    for module in model.modules() if transformers is not None else ():
+        if isinstance(module, transformers.PreTrainedModel) and hasattr(module.config, "use_cache"):
+            module.config.use_cache = False
 
 
 def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
