@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,7 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.edges) - 1
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int64 (n,)"""
         return np.diff(self.edges)
@@ -91,7 +92,7 @@ class PaddedArrays:
             elif array is not None:
                 check_numbers(name, array, kind, self.where)
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, Field]:
         found: dict[str, Field] = {}
         for name, array in self.arrays.items():

@@ -148,7 +148,10 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as a user writes it: true, null."""
+    """A value as a user writes it: true, null, {tokens: 0}."""
+    if isinstance(value, Mapping):
+        pairs = [f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}" for name, one in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else f"{value}"
 
 

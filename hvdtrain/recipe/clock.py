@@ -41,7 +41,7 @@ class Clock:
                 return begin + amount / self.dataset
             case "tokens":
                 if self.context is None:
-                    what = f"a length of {length.words()}, and the samples have no tokens"
+                    what = f"a length of {length.words()}, and the samples have no tokens, or not all as many"
                     raise UserError(what, where, "epochs, steps, samples or a share of the job; or task.name=language")
                 return begin + amount / (self.context * self.dataset)
             case "steps":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.source import Source, arrays_in_memory, known_labels
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import Subset
@@ -62,6 +63,9 @@ def _field(source: Source, name: str) -> np.ndarray | None:
     arrays = arrays_in_memory(source)
     if arrays is not None:
         return arrays[name]
+    if isinstance(source, PaddedArrays):
+        array = source.arrays.get(name)
+        return array if isinstance(array, np.ndarray) else None
     if isinstance(source, Subset):
         found = _field(source.source, name)
         return None if found is None else found[source.indices]

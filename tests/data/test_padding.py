@@ -56,6 +56,7 @@ def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_pat
     expected["sentences"] = sequence_jobs.sentences_by_hand()
     found = {name: dict(np.load(f"{name}.npz")) for name in sequence_jobs.WAYS if name not in ("language-stopped", "sentences-stage")}
     found["language-alone"] = sequence_jobs.language("one")
+    found["language-dataset"] = sequence_jobs.language("dataset", "batch.micro=5", "data.bucket_by=length", of=Sequences)
     found["language-resumed"] = sequence_jobs.language("language-stopped", "batch.micro=3", "data.bucket_by=length")
     found["rows-alone"] = sequence_jobs.of_rows("rows-one", "batch.micro=5", "data.bucket_by=length")
     for name, weights in found.items():
@@ -108,6 +109,14 @@ def test_evaluations_and_predictions_of_other_data() -> None:
     assert hvdtrain.evaluate(run, {"tokens": others}, "batch.evaluate=2")["loss"] == pytest.approx(total / count, abs=1e-12)
     with pytest.raises(UserError, match=r"the model takes tokens int64 \(up to 23\) below 11, the data have it as int64 \(up to 40\)"):
         hvdtrain.evaluate(run, {"tokens": [np.ones(40, np.int64), np.ones(3, np.int64)]})
+
+
+def test_a_model_is_made_for_the_longest_of_both_sets() -> None:
+    words = [*JOB, PAD_TOKENS, "model.name=gpt", "model.layers=1", "model.heads=1", "model.width=4"]
+    longer = {"tokens": [*tokens(5, 8), np.full(40, sequence_jobs.VOCABULARY)]}
+    job = {"stop.steps": 1, "task.name": "language"}
+    weights = hvdtrain.train(job, *words, train_data={"tokens": tokens()}, val_data=longer).weights
+    assert weights["positions.weight"].shape == (39, 4) and weights["tokens.weight"].shape == (sequence_jobs.VOCABULARY + 1, 4)
 
 
 def test_a_loss_of_torch_leaves_padded_targets_out() -> None:

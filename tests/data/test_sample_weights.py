@@ -15,8 +15,9 @@ from ranks import mpirun, needs_mpirun
 
 import hvdtrain
 from hvdtrain.core.progress import fold
+from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.sampler import WeightedDraws, parts_of_rank, positions_of_rank
-from hvdtrain.data.source import NamedArrays
+from hvdtrain.data.source import NamedArrays, Padding
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.training.sample_weights import read_weights
@@ -93,6 +94,11 @@ def test_balanced_weights_are_of_classes_and_of_parts() -> None:
     part = divide(NamedArrays(data), 0.2).train
     rows = np.array([int(np.flatnonzero((data["x"] == x).all(1))[0]) for x in part.read(np.arange(len(part)))["x"]])
     assert read_weights(part, "weight", None, "here").tolist() == data["weight"][rows].tolist()
+    lists = {"x": [one[: 1 + number % 4] for number, one in enumerate(data["x"])], "weight": data["weight"]}
+    of_lists = divide(as_source(lists, "mine", "here", padding={"x": Padding(0, "mask")}), 0.2).train
+    assert read_weights(of_lists, "weight", None, "here").tolist() == data["weight"][of_lists.indices].tolist()  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="the field x is known only once samples are read"):
+        read_weights(of_lists, "x", None, "here")
 
 
 def test_a_field_of_a_file_has_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,9 @@ def rows(samples: int = SAMPLES, seed: int = 2) -> dict[str, list[np.ndarray]]:
     return {"x": x, "y": [one.sum(1) + 0.1 * random.normal(size=len(one)) for one in x]}
 
 
-def language(run: str, *words: str) -> dict[str, np.ndarray]:
+def language(run: str, *words: str, of: Callable[[list[np.ndarray]], Any] = lambda found: {"tokens": found}) -> dict[str, np.ndarray]:
     """What a job on tokens trains in STEPS steps, or as words say."""
-    data = {"train_data": {"tokens": tokens()}, "val_data": {"tokens": tokens(20, 8)}}
+    data = {"train_data": of(tokens()), "val_data": of(tokens(20, 8))}
     job: dict[str, Any] = {"run": run, "stop.steps": STEPS, "task.name": "language"}
     return dict(hvdtrain.train(job, *JOB, PAD_TOKENS, *words, model=made(NextToken), **data).weights)
 

@@ -48,7 +48,8 @@ def from_ragged(
     }
     dtypes = {field: str(array.values.dtype if isinstance(array, Ragged) else array.dtype) for field, array in found.items()}
     check_padding(padding, dtypes, where)
-    values = {field: _values(array, padding[field]) for field, array in found.items() if isinstance(array, Ragged)}
+    tokens = found.get("tokens")  # of task.name=language
+    values = {"tokens": _values(tokens, padding["tokens"])} if isinstance(tokens, Ragged) else {}
     return PaddedArrays(found, padding, name, values=values, nested_inputs=nested_inputs)
 
 
