@@ -100,7 +100,7 @@ class Part(Protocol):
     """What a task does in one framework. `batch` has the fields of Task.fields, augmented, and the further keys of core/arrays.py."""
 
     def inputs(self, batch: Any, /) -> Any:
-        """What the model is called with, (n, ...)."""
+        """What the model is called with, (n, ...); in torch a dict of them where it has several inputs."""
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
         """Loss and sums of each sample, in the weights' own number type; they follow from the sample and its outputs alone."""

@@ -61,7 +61,7 @@ def asked_by_forward(config: Config) -> tuple[str, ...]:
         return ()
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # of an object that a script gives
-    kind = type(model) if is_torch_module(model) else made
+    kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made  # behind torch.compile
     forward = getattr(kind, "forward", None) if isinstance(kind, type) else None
     return () if forward is None else _required(forward)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import two_inputs
 from rank_threads import in_threads
-from ranks import ROOT
+from ranks import ROOT, mpirun, needs_mpirun
 from torch.nn import functional
 
 import hvdtrain
@@ -229,3 +229,25 @@ def test_the_configuration_of_two_inputs_learns(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(ROOT)
     assert main([f"--config={ROOT}/configs/two_inputs.yaml", "data.samples=1000", "epochs=6", "run=tanks"]) == 0
     assert hvdtrain.read("tanks")["val_r2"].dropna().iloc[-1] > 0.9
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_job_that_goes_on_with_other_ranks_is_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped on one rank, to its end on three with parts of the optimizer's state; evaluated, and asked."""
+    monkeypatch.chdir(tmp_path)
+    job = [*words_of("regression", "guard.equal_steps=null", "optim.momentum=0.9", "task.standardize=true")]
+    for run, steps in (("whole", 9), ("parts", 4)):
+        assert main([*job, f"run={run}", f"max_steps={steps}"]) == 0
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}
+    end = ["-m", "hvdtrain", "resume=parts", *job[:3], "max_steps=9", "shard.stage=1", "comm.engine=mpi"]
+    done = mpirun(3, end, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole, parts = weights_of("whole"), weights_of("parts")
+    for name, array in whole.items():
+        np.testing.assert_allclose(parts[name], array, rtol=1e-12, atol=1e-14)
+    val = two_inputs.fields("val")
+    words = ["model.name=two_inputs:Net"]
+    one, other = (hvdtrain.evaluate(run, val, *words) for run in ("whole", "parts"))
+    assert one == pytest.approx(other, rel=1e-11) and one["loss"] == pytest.approx(hvdtrain.read("whole")["val_loss"].dropna().iloc[-1])
+    np.testing.assert_allclose(*(hvdtrain.predict(run, val, *words) for run in ("whole", "parts")), rtol=1e-11)

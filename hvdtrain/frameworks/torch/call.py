@@ -24,11 +24,12 @@ def call(model: torch.nn.Module, inputs: Called) -> Any:
 def takes_by_name(model: torch.nn.Module, names: tuple[str, ...]) -> bool:
     """Whether forward() has parameters of all these names."""
     whole: Any = getattr(model, "_orig_mod", model)  # of torch.compile
-    return set(names) <= _parameters(type(whole).forward)
+    return set(names) <= _parameters(getattr(type(whole), "forward", None))
 
 
 @functools.lru_cache(64)
-def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+def _parameters(forward: Any) -> frozenset[str]:
+    """Names that it can be called with; none where its signature cannot be read, as that of TorchScript."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):

@@ -14,6 +14,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.keras import load_keras, named_variables
 from hvdtrain.tasks.inputs import transform_of
+from hvdtrain.tasks.several_inputs import transforms_of
 from hvdtrain.tasks.task import Task
 
 
@@ -49,6 +50,9 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
     if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
         what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {wanted}"
         raise UserError(what, config.where("speed.precision"), f"keras.config.set_dtype_policy('{wanted}') before the model is made")
+    if (several := transforms_of(task)) is not None:
+        what = f"the job gives the model {', '.join(several.each)}, and a model of Keras is called with one x"
+        raise UserError(what, where, "one field x, or a module of torch whose forward() has these parameters")
     transform = transform_of(task)
     is_of_images = transform is not None and transform.is_of_images
     return KerasModule(model, task.sizes.get("shape", ()), is_of_images)
