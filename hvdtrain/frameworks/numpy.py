@@ -67,6 +67,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them, without their memory."""
+    """The parameters by name, as build() makes them, without their memory. Raises UserError for a task that NumPy does not compute."""
+    part_of(task, "numpy", config, Place(np.dtype(np.float64)))
     outputs = task.sizes["outputs"]
     return {"fc.weight": (outputs, math.prod(task.sizes["shape"])), "fc.bias": (outputs,)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
-from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.task import Each, Part, Place, counts_exactly, outputs_of
 from hvdtrain.tasks.user_functions import Loss, UserMetrics, refuse_parts, terms_of
 
 Arrays = Mapping[str, jax.Array]
@@ -110,6 +110,62 @@ class JaxMultilabel:
         return Each(loss, terms(outputs, jax.nn.sigmoid(outputs), batch["y"] > 0, self._edges))
 
 
+class JaxSegmentation:
+    """Logits (n, classes, H, W), which a model may also give as (n, H, W, classes); y (n, H, W). The model gets images (n, H, W, C)."""
+
+    counts_exactly = True
+
+    def __init__(
+        self,
+        inputs: JaxInputs,
+        classes: int,
+        pixels: tuple[int, int],
+        ignored: int | None,
+        dice: float,
+        weights: Sequence[float] | None,
+        *,
+        turned: bool,
+    ) -> None:
+        """turned: whether images of floats (n, C, H, W) become (n, H, W, C)."""
+        self._inputs, self._classes, self._pixels, self._ignored, self._dice = inputs, classes, pixels, ignored, dice
+        self._weights, self._turned = weights, turned
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        x = self._inputs(batch["x"])
+        return x.transpose(0, 2, 3, 1) if self._turned else x
+
+    def outputs_of(self, found: Any) -> Any:
+        """What each() takes of what the model gives."""
+        is_last = getattr(found, "shape", ())[1:] == (*self._pixels, self._classes)
+        return jnp.moveaxis(found, 3, 1) if is_last else found
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        y = batch["y"]
+        counts = jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored  # (n, H, W)
+        labels, pixels = jnp.where(counts, y, 0), counts.sum((1, 2))
+        of_labels = jnp.take_along_axis(jax.nn.log_softmax(outputs, axis=1), labels[:, None], 1)[:, 0]
+        if self._weights is not None:
+            of_labels = of_labels * jnp.asarray(self._weights, outputs.dtype)[labels]
+        loss = jnp.where(counts, -of_labels, 0.0).sum((1, 2))
+        if self._dice:
+            loss = loss + self._dice * pixels.astype(loss.dtype) * (1.0 - self._dice_of_each(outputs, labels, counts))
+        return Each(loss, {"pixels": pixels, "confusion": self._confusion(jax.lax.stop_gradient(outputs), labels, counts)})
+
+    def _dice_of_each(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
+        """(n,), as TorchSegmentation has it."""
+        shares = jax.nn.softmax(outputs, axis=1) * counts[:, None]
+        is_there = jax.nn.one_hot(labels, self._classes, dtype=outputs.dtype, axis=1) * counts[:, None]
+        area = is_there.sum((2, 3))  # (n, classes)
+        each = 2.0 * (shares * is_there).sum((2, 3)) / jnp.maximum(shares.sum((2, 3)) + area, 1e-30)
+        return jnp.where(area > 0, each, 0.0).sum(1) / jnp.maximum((area > 0).sum(1), 1).astype(outputs.dtype)
+
+    def _confusion(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
+        """Whole numbers (n, classes ** 2): pixels by [label, said]."""
+        cells = (labels * self._classes + outputs.argmax(1)).reshape(len(labels), -1)
+        rows = jnp.arange(len(labels))[:, None]
+        return jnp.zeros((len(labels), self._classes**2), jnp.int32).at[rows, cells].add(counts.reshape(cells.shape).astype(jnp.int32))
+
+
 class JaxLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
@@ -160,7 +216,8 @@ class JaxMeasured:
     def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
         refuse_parts(metrics)
         self._part, self._metrics = part, metrics
-        self.inputs = part.inputs
+        self.inputs, self.outputs_of = part.inputs, outputs_of(part)
+        self.counts_exactly = counts_exactly(part)
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
         each = self._part.each(outputs, batch, training)

@@ -125,6 +125,13 @@ class Segmentation:
         inputs = TorchInputs(self.transform, place, is_users_model(model))
         return TorchSegmentation(inputs, self.classes, self.ignored, self.dice, self.class_weights)
 
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.jax import JaxInputs, JaxSegmentation
+
+        inputs = JaxInputs(self.transform, place, is_users_model(model))
+        turned = not is_image(self.x)
+        return JaxSegmentation(inputs, self.classes, self.pixels, self.ignored, self.dice, self.class_weights, turned=turned)
+
 
 def build(
     name: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -104,6 +104,16 @@ class Part(Protocol):
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
         """Loss and sums of each sample, in the weights' own number type; they follow from the sample and its outputs alone."""
+
+
+def outputs_of(part: Part) -> Callable[[Any], Any]:
+    """What makes of a model's outputs those that each() takes: the outputs themselves, unless the part has an outputs_of()."""
+    return getattr(part, "outputs_of", lambda found: found)
+
+
+def counts_exactly(part: Part) -> bool:
+    """Whether its terms are whole numbers that are too large for 32 bits once they are added up over a data set."""
+    return bool(getattr(part, "counts_exactly", False))
 
 
 class NumpyPart(Part, Protocol):

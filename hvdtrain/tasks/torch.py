@@ -195,7 +195,7 @@ class TorchSegmentation:
         weights = None if self._weights is None else self._weights.to(outputs.device, outputs.dtype)
         loss = functional.cross_entropy(outputs, y, weights, reduction="none", ignore_index=_NONE).flatten(1).sum(1)
         if self._dice:
-            loss = loss + self._dice * pixels * (1.0 - self._dice_of_each(outputs, y, counts))
+            loss = loss + self._dice * pixels.to(loss.dtype) * (1.0 - self._dice_of_each(outputs, y, counts))
         return Each(loss, {"pixels": pixels, "confusion": self._confusion(outputs, y, counts)})
 
     def _dice_of_each(self, outputs: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

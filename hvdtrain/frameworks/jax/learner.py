@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
-from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.core.metrics import Sums, host_value, zero_sums
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
@@ -44,7 +44,7 @@ from hvdtrain.frameworks.learner import (
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.recipe.noise import noise_scale_sums
-from hvdtrain.tasks.task import Place, Task, part_of
+from hvdtrain.tasks.task import Place, Task, counts_exactly, part_of
 
 _DROPOUT = 0x64726F70  # of counters, apart from those of other random numbers
 
@@ -71,6 +71,7 @@ class JaxLearner(Learner):
         self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
         with target.enable_x64():
             part, views = part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields)
+        self._counts_exactly = counts_exactly(part)
         self._passes: Passes
         self._strategy: Strategy
         if config.shard.stage == 3:
@@ -180,7 +181,10 @@ class JaxLearner(Learner):
         if not batch.n and not self._passes.are_collective:
             return zero_sums(self.task.sums)
         with self.target.enable_x64():
-            return self._host_float64(_add(zero_sums(self.task.sums), self._passes.sums(self.weights, self.buffers, batch), batch.n))
+            found = self._passes.sums(self.weights, self.buffers, batch)
+            if not self._counts_exactly:
+                return self._host_float64(_add(zero_sums(self.task.sums), found, batch.n))
+        return zero_sums(self.task.sums) | {name: host_value(value) for name, value in found.items()} | {"count": batch.n}
 
     def predict(self, batch: DeviceBatch) -> Predictions:
         with self.target.enable_x64():

@@ -23,7 +23,7 @@ from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params
 from hvdtrain.frameworks.jax.library_models import functions_of, library_of, random_arguments
 from hvdtrain.frameworks.jax.norm import BatchNorms
-from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
+from hvdtrain.tasks.task import Part, Place, Task, outputs_of, part_of, wrong_shapes
 
 
 class Target(NamedTuple):
@@ -75,6 +75,7 @@ class Model(NamedTuple):
     structure: Any  # of the user's own tree of parameters
     functions: Functions
     norms: BatchNorms
+    outputs_of: Callable[[Any], Any]  # what the task takes of what the model gives
 
     def outputs(self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None) -> tuple[jax.Array, Params]:
         """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass. of_pass: None in evaluation."""
@@ -82,10 +83,10 @@ class Model(NamedTuple):
         known = inspect.signature(apply).parameters
         more = {"key": of_pass.key} if of_pass and "key" in known else {}
         if "norms" not in known:
-            return apply(params, x, **more), buffers
+            return self.outputs_of(apply(params, x, **more)), buffers
         norms = self.norms.of_pass(of_pass.samples if of_pass else len(x), training=of_pass is not None)
         flow = apply({**params, **buffers}, x, norms=norms, **more)
-        return flow.x, buffers | flow.buffers
+        return self.outputs_of(flow.x), buffers | flow.buffers
 
     def tree(self, weights: list[jax.Array]) -> Params:
         """The parameters as init() gave them."""
@@ -115,7 +116,7 @@ def build_model(config: Config, task: Task, target: Target, communicator: Commun
         names = [functions.name_of(jax.tree_util.keystr(path, simple=True, separator=".")) for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
         title = class_of_object(name) if is_object(name) else name
-        model = Model(title, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms)
+        model = Model(title, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms, outputs_of(part))
         _check_outputs(model, config, task, part, batch, inputs)
     return model
 

@@ -18,7 +18,7 @@ from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import Model, Pass, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.optim.rule import ArrayOps, Ops, Rule, clip, is_excluded
-from hvdtrain.tasks.task import Each, Part
+from hvdtrain.tasks.task import Each, Part, counts_exactly
 
 Weights = list[jax.Array]  # in the order of Model.names
 OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of Model.names
@@ -50,7 +50,8 @@ class Formulas:
 
     def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
         """In evaluation."""
-        return _sums(self.part.each(self.outputs(weights, buffers, batch), batch.arrays, False), batch.n)
+        each = self.part.each(self.outputs(weights, buffers, batch), batch.arrays, False)
+        return _sums(each, batch.n, counts_exactly(self.part))
 
     def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> jax.Array:
         """(rows, ...) of the model in evaluation: the mean over the views of each sample."""
@@ -119,13 +120,14 @@ class WholePasses:
         pass
 
 
-def _sums(each: Each, samples: Any) -> Sums:
-    """Over the samples, whatever their weight, without the padding."""
+def _sums(each: Each, samples: Any, exactly: bool = False) -> Sums:
+    """Over the samples, whatever their weight, without the padding. exactly: whole numbers stay whole numbers."""
     real = jnp.arange(len(each.loss)) < samples
 
     def total(term: jax.Array) -> jax.Array:
         mask = real.reshape(-1, *(1,) * (term.ndim - 1))
-        return jnp.where(mask, term, jnp.zeros((), term.dtype)).sum(0).astype(each.loss.dtype)
+        summed = jnp.where(mask, term, jnp.zeros((), term.dtype)).sum(0)
+        return summed if exactly and jnp.issubdtype(summed.dtype, jnp.integer) else summed.astype(each.loss.dtype)
 
     return {"loss": jnp.where(real, each.loss, 0.0).sum(), **{name: total(term) for name, term in each.terms.items()}}
 
