@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.images.cutmix import blend_weights, cutmix_boxes, in_boxes, paste, remaining_shares
+from hvdtrain.data.images.cutmix import blend_weights, cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.erasing import erase_boxes, has_box, random_pixels
 from hvdtrain.data.images.operations import HostArrays, apply_operations
 from hvdtrain.data.images.random_operations import color_jitter, rand_augment
@@ -219,11 +219,9 @@ def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
 
 def _erase(x: np.ndarray, boxes: np.ndarray, keys: np.ndarray) -> np.ndarray:
     rows = has_box(boxes)
-    _, height, width, channels = x.shape
-    x = x.copy()
-    inside = in_boxes(boxes[rows], height, width)[..., None]
-    x[rows] = np.where(inside, random_pixels(keys[rows], height, width, channels), x[rows])
-    return x
+    result = x.copy()
+    result[rows] = paste(x[rows], random_pixels(keys[rows], *x.shape[1:]), boxes[rows])
+    return result
 
 
 def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:

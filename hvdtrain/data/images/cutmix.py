@@ -32,15 +32,16 @@ def blend_weights(weights: np.ndarray | None, boxes: np.ndarray | None) -> np.nd
     return None if (blended == 1).all() else blended
 
 
-def in_boxes(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
-    """bool (n, H, W), of the pixels in boxes int64 (n, 4) of top, bottom, left, right."""
+def in_boxes(boxes: np.ndarray, height: int, width: int, channels: int = 1) -> np.ndarray:
+    """bool (n, H, W C), of the values in boxes int64 (n, 4) of top, bottom, left, right."""
     top, bottom, left, right = (edge[:, None] for edge in boxes.T)
-    rows, columns = np.arange(height), np.arange(width)
+    rows, columns = np.arange(height), np.arange(width * channels) // channels
     inside: np.ndarray = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
     return inside
 
 
 def paste(x: np.ndarray, partner: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """Images (n, H, W, C), or masks (n, H, W), with the pixels of their partners in boxes (n, 4) (eq. 1)."""
-    inside = in_boxes(boxes, *x.shape[1:3])
-    return np.where(inside if x.ndim == 3 else inside[..., None], partner, x)
+    inside = in_boxes(boxes, *x.shape[1:])
+    rows = inside.shape  # (n, H, W C): three channels would be a slow loop
+    return np.where(inside, partner.reshape(rows), x.reshape(rows)).reshape(x.shape)

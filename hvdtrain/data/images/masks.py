@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.data.images.augment import AugmentationParameters, draw
-from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, moved_pixels
+from hvdtrain.data.images.operations import HostArrays, is_geometric, moved_pixels
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 from hvdtrain.data.source import AroundSource, Source, read_in_epochs
 from hvdtrain.errors import UserError
@@ -67,7 +67,7 @@ def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) ->
         return moved
     height, width = masks.shape[1:]
     for operation, argument in zip(parameters.operation.T, parameters.argument.T, strict=True):
-        of_places = np.flatnonzero(np.isin(operation, GEOMETRIC))
+        of_places = np.flatnonzero(is_geometric(operation))
         found = moved_pixels(operation[of_places], argument[of_places], height, width, HostArrays())
         moved[of_places] = _taken(moved[of_places], *found, outside)
     return moved

@@ -71,7 +71,7 @@ class HostArrays:
     """numpy's arrays."""
 
     xp: Any = np
-    block = 2**16  # they stay in the cache
+    block = 2**18  # 2 MB of indices
 
     def put(self, array: np.ndarray) -> np.ndarray:
         return array
@@ -94,8 +94,9 @@ def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arra
     result = x + 0
     at_once = max(1, arrays.block // math.prod(x.shape[1:]))
     for operation, argument in zip(operations.T, arguments.T, strict=True):
-        for kind, function in _FUNCTIONS.items():
-            of_kind = np.flatnonzero(np.isin(operation, kind))
+        kinds = _KIND[operation]
+        for kind in np.unique(kinds[kinds > 0]):
+            of_kind, function = np.flatnonzero(kinds == kind), _FUNCTIONS[kind - 1]
             for start in range(0, len(of_kind), at_once):
                 rows = of_kind[start : start + at_once]
                 index = arrays.put(rows)
@@ -142,7 +143,7 @@ def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) 
     m, height, width, channels = x.shape
     row, column = moved_pixels(operation, argument, height, width, arrays)
     near_row, near_column = row.clip(0, height - 1), column.clip(0, width - 1)
-    first = arrays.put(height * width * np.arange(m)[:, None, None])
+    first = arrays.put((height * width * np.arange(m)[:, None, None]).astype(np.int32 if m * height * width < 2**31 else np.int64))
     pixels = x.reshape(-1, channels)
     place = arrays.xp.where((near_row == row) & (near_column == column), first + near_row * width + near_column, len(pixels))
     return arrays.take(arrays.xp.concatenate([pixels, pixels[:1] * 0]), place)  # the last one is black
@@ -150,15 +151,21 @@ def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) 
 
 def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
     """Each value of a channel becomes another one, whatever its place: by a table of 256 for each channel of each image."""
-    m, channels = len(x), x.shape[-1]
+    channels = x.shape[-1]
     tables = arrays.put(np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1)))  # uint8 (m, C, 256)
     for kind, function in ((Operation.CONTRAST, _contrast), (Operation.AUTO_CONTRAST, _auto_contrast), (Operation.EQUALIZE, _equalize)):
         rows = np.flatnonzero(operation == kind)
         if len(rows):
             index = arrays.put(rows)
             tables[index] = arrays.cast(function(x[index], argument[rows], arrays).clip(0, 255), "uint8")
-    first = arrays.put(256 * np.arange(m * channels).reshape(m, 1, 1, channels))
-    return arrays.take(tables.reshape(-1), first + x)
+    return arrays.take(tables.reshape(-1), _table_places(x, arrays)).reshape(x.shape)
+
+
+def _table_places(x: Any, arrays: Arrays) -> Any:
+    """Where each value is in tables of 256, one for each channel of each image, laid end to end: int32 (m, H, W C)."""
+    m, height, width, channels = x.shape
+    first = 256 * np.arange(m * channels, dtype=np.int32).reshape(m, 1, channels)
+    return x.reshape(m, height, width * channels) + arrays.put(np.tile(first, (1, 1, width)))  # rows: three channels are a slow loop
 
 
 def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
@@ -177,7 +184,7 @@ def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
 def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
     """Distances from the mean of the grey image, times a factor: int64 (m, C, 256)."""
     m, height, width, channels = x.shape
-    total = arrays.cast(_grey(x, arrays), "int64").reshape(m, -1).sum(1)[:, None]  # (m, 1)
+    total = arrays.cast(_grey(_planes(x, arrays)), "int64").reshape(m, -1).sum(1)[:, None]  # (m, 1)
     fixed = arrays.put(_fixed(factor)[:, None])
     values = arrays.put(np.arange(256)[None])
     pixels = height * width
@@ -195,8 +202,7 @@ def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
 def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
     """Values of a channel by their rank, about equally many pixels between any two: Pillow's integers, as torchvision has them."""
     m, height, width, channels = x.shape
-    first = arrays.put(256 * np.arange(m * channels).reshape(m, 1, 1, channels))
-    counts = arrays.counts(first + x, m * channels * 256).reshape(m, channels, 256)
+    counts = arrays.counts(_table_places(x, arrays), m * channels * 256).reshape(m, channels, 256)
     until = counts.cumsum(-1)
     most = arrays.xp.amax(arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1)  # the brightest value that is there
     of_most = (counts * (arrays.put(np.arange(256)) == most[..., None])).sum(-1)[..., None]
@@ -208,7 +214,9 @@ def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
 def _color(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
     if x.shape[-1] == 1:
         return x
-    return _blend(arrays.cast(x, "int32"), _grey(x, arrays)[..., None], factor, arrays)
+    colours = _planes(x, arrays)
+    grey, fixed = _grey(colours), arrays.put(_fixed(factor)[:, None, None].astype(np.int32))
+    return arrays.xp.stack([_blend(colour, grey, fixed, arrays) for colour in colours], -1)
 
 
 def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
@@ -219,7 +227,8 @@ def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any
     columns = wide[:, :, :-2] + wide[:, :, 1:-1] + wide[:, :, 2:]
     middle = wide[:, 1:-1, 1:-1]
     blurred = (2 * (columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:] + 4 * middle) + 13) // 26
-    wide[:, 1:-1, 1:-1] = arrays.cast(_blend(middle, blurred, factor, arrays), "int32")
+    fixed = arrays.put(_fixed(factor)[:, None, None, None].astype(np.int32))
+    wide[:, 1:-1, 1:-1] = arrays.cast(_blend(middle, blurred, fixed, arrays), "int32")
     return arrays.cast(wide, "uint8")
 
 
@@ -228,7 +237,7 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
     if x.shape[-1] == 1:
         return x
     xp = arrays.xp
-    red, green, blue = (arrays.cast(x[..., channel], "int32") for channel in range(3))  # (m, H, W)
+    red, green, blue = _planes(x, arrays)
     high, low = xp.maximum(xp.maximum(red, green), blue), xp.minimum(xp.minimum(red, green), blue)
     chroma, is_red, is_green = high - low, high == red, high == green
     across = xp.where(is_red, green - blue, xp.where(is_green, blue - red, red - green))
@@ -240,17 +249,21 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
     return arrays.cast(xp.stack(colours, -1), "uint8")
 
 
-def _blend(x: Any, other: Any, factor: np.ndarray, arrays: Arrays) -> Any:
-    """factor x + (1 - factor) other, int32 (m, H, W, C) both, rounded down to uint8."""
-    fixed = arrays.put(_fixed(factor)[:, None, None, None].astype(np.int32))
-    return arrays.cast(((fixed * x + (_ONE - fixed) * other) >> 16).clip(0, 255), "uint8")
+def _blend(x: Any, other: Any, fixed: Any, arrays: Arrays) -> Any:
+    """factor x + (1 - factor) other, int32 of one shape, rounded down to uint8; `fixed` is the factor by _fixed(), int32."""
+    return arrays.cast((((x - other) * fixed >> 16) + other).clip(0, 255), "uint8")
 
 
-def _grey(x: Any, arrays: Arrays) -> Any:
-    """The brightness of pixels, int32 (m, H, W), rounded down."""
-    if x.shape[-1] == 1:
-        return arrays.cast(x[..., 0], "int32")
-    red, green, blue = (weight * arrays.cast(x[..., channel], "int32") for channel, weight in enumerate(_GREY))
+def _planes(x: Any, arrays: Arrays) -> list[Any]:
+    """The channels, int32 (m, H, W) each."""
+    return [arrays.cast(x[..., channel], "int32") for channel in range(x.shape[-1])]
+
+
+def _grey(planes: list[Any]) -> Any:
+    """The brightness of pixels of one or three channels, int32 (m, H, W), rounded down."""
+    if len(planes) == 1:
+        return planes[0]
+    red, green, blue = (weight * plane for plane, weight in zip(planes, _GREY, strict=True))
     return (red + green + blue) >> 16
 
 
@@ -258,10 +271,12 @@ def _fixed(factor: np.ndarray) -> np.ndarray:
     return np.rint(factor * _ONE).astype(np.int64)
 
 
-_FUNCTIONS = {
-    GEOMETRIC: _moved,
-    _OF_TABLES: _by_tables,
-    (Operation.COLOR,): _color,
-    (Operation.SHARPNESS,): _sharpness,
-    (Operation.HUE,): _hue,
-}
+_FUNCTIONS = (_moved, _by_tables, _color, _sharpness, _hue)
+_KIND = np.zeros(len(Operation), np.int64)  # by operation: which of the functions, counted from 1; 0: none
+for _number, _operations in enumerate((GEOMETRIC, _OF_TABLES, (Operation.COLOR,), (Operation.SHARPNESS,), (Operation.HUE,)), 1):
+    _KIND[list(_operations)] = _number
+
+
+def is_geometric(operations: np.ndarray) -> np.ndarray:
+    """Which of them, integers of any shape, are GEOMETRIC."""
+    return (operations >= GEOMETRIC[0]) & (operations <= GEOMETRIC[-1])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.data.images.operations import Operation
+from hvdtrain.data.images.operations import Operation, is_geometric
 from hvdtrain.data.images.resized_crop import integers, uniform
 
 MOST_OPERATIONS = 16  # of RandAugment for an image, by the counters that it has
@@ -16,7 +16,6 @@ _FACTORS = range(96, 100)
 _ORDER = range(100, 104)
 _FARTHEST = 150 / 331  # of the image's side, moved with the largest magnitude
 _OF_RAND_AUGMENT = [operation for operation in Operation if operation != Operation.HUE]
-_WITH_A_SIGN = (*range(Operation.SHEAR_X, Operation.ROTATE + 1), *range(Operation.BRIGHTNESS, Operation.SHARPNESS + 1))
 _JITTERED = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR, Operation.HUE)  # as augment.color_jitter has them
 
 
@@ -29,9 +28,9 @@ def rand_augment(keys: np.ndarray, count: int, magnitude: int, height: int, widt
     drawn = uniform(keys, _RAND_AUGMENT[: 2 * count])
     operations = integers(drawn[:, ::2], len(_OF_RAND_AUGMENT))
     sizes = _sizes(magnitude, height, width)[operations]
-    signed = np.isin(operations, _WITH_A_SIGN) & (drawn[:, 1::2] < 0.5)
+    is_factor = (operations >= int(Operation.BRIGHTNESS)) & (operations <= int(Operation.SHARPNESS))
+    signed = (is_geometric(operations) | is_factor) & (drawn[:, 1::2] < 0.5)
     sizes = np.where(signed, -sizes, sizes)
-    is_factor = (operations >= Operation.BRIGHTNESS) & (operations <= Operation.SHARPNESS)
     return operations, np.where(is_factor, 1 + sizes, sizes)
 
 

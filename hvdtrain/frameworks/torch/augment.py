@@ -67,7 +67,7 @@ class DeviceArrays:
 
     def counts(self, index: torch.Tensor, length: int) -> torch.Tensor:
         ones = torch.ones((), dtype=torch.int64, device=index.device).expand(index.numel())
-        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(0, index.reshape(-1), ones)
+        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(0, index.reshape(-1).long(), ones)
 
 
 def mix(x: torch.Tensor, partner: torch.Tensor, weights: np.ndarray | None, boxes: np.ndarray | None) -> torch.Tensor:
