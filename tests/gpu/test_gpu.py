@@ -141,7 +141,16 @@ def test_images_with_their_weights_sharded(tmp_path: Path) -> None:
         ["model.name=wide_resnet", "model.widths=[8,16,16,16]"],
         ["model.name=wide_resnet", "model.widths=[8,16,16,16]", "speed.precision=bf16", "norm.kind=ghost", "norm.ghost=10"],
         ["model.name=mlp", "optim.name=lamb", "recipe.gradient_noise=0.01"],
-        ["model.name=airbench", "data.name=synthetic", "data.shape=[32,32,3]", "optim.name=muon", "augment.crop=2", "evaluate.views=6"],
+        [
+            *("model.name=airbench", "data.name=synthetic", "data.shape=[32,32,3]", "optim.name=muon", "evaluate.views=6"),
+            *(
+                "augment.crop=2",
+                "augment.rand_augment=2",
+                "augment.color_jitter=[0.4,0.4,0.4,0.1]",
+                "augment.erase=0.5",
+                "augment.cutmix=1.0",
+            ),
+        ],
         ["task.name=language", "data.name=image_tokens", "model.name=gpt", "optim.name=adamw", "speed.precision=bf16"],
     ],
     ids=["wide_resnet", "ghost norm in bf16", "lamb", "airbench", "gpt"],
