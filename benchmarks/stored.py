@@ -1,6 +1,7 @@
 """Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with h5py in a DataLoader does, alternating.
 
 python benchmarks/stored.py --rounds 5 --json benchmarks/stored.jsonl
+mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together, with and without blocks of their own
 
 The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict. It does not fit into the cache of decoded
 chunks (data.cache_mb). An epoch of each method warms up; every method's samples of the first epoch are compared with the file's.
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
@@ -27,8 +29,8 @@ import torch
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets import hdf5
-from hvdtrain.data.sampler import BlockShuffle, positions_of_rank
-from hvdtrain.data.stored.source import read_by
+from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, positions_of_rank
+from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.training.upcoming import Upcoming
 
 BATCH, WORKERS, CACHE_MB, CHUNK = 64, 2, 32, 16
@@ -88,12 +90,7 @@ def by_source(
     def samples_of(progress: Progress) -> np.ndarray:
         return positions_of_rank(progress.samples, BATCH, 0, 1, len(source), 0, shuffle=shuffle).samples
 
-    def following(progress: Progress) -> Iterator[Progress]:
-        while True:
-            yield progress
-            progress = progress.advance(BATCH)
-
-    upcoming = Upcoming(source, samples_of, following)
+    upcoming = Upcoming(source, samples_of, _following)
 
     def read(start: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = source.read(samples_of(Progress(len(source), 2**40, start // BATCH, start)))
@@ -128,7 +125,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", action="store_true")
     options = parser.parse_args()
+    if options.ranks:
+        of_ranks(options)
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fields.h5"
@@ -151,6 +152,65 @@ def main() -> None:
                     count = sum(len(y) for _, y in methods[method](number))
                     rates[method].append(count / (time.perf_counter() - began))
             report(name, rates, options)
+
+
+def of_ranks(options: argparse.Namespace) -> None:
+    """Each rank reads its share of every step with one thread; the time of the slowest, and the chunks that all decode."""
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    path = Path(ranks.bcast(tempfile.mkdtemp() if ranks.rank == 0 else None)) / "fields.h5"
+    if ranks.rank == 0:
+        write(path, options.samples)
+    ranks.Barrier()
+    kinds: dict[str, Shuffle | None] = {"shares as they come": None, "own blocks": BlocksOfRanks(CHUNK), "blocks": BlockShuffle(CHUNK, 16)}
+    for cache_mb in (CACHE_MB, CACHE_MB // 4):
+        reads = {name: _reader(path, cache_mb, kind, ranks.rank, ranks.size) for name, kind in kinds.items()}
+        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in kinds}
+        for number in range(options.rounds + 1):
+            for name in itertools.islice(itertools.cycle(kinds), number, number + len(kinds)):
+                ranks.Barrier()
+                began, began_cpu = time.perf_counter(), time.thread_time()
+                decoded = reads[name](number)
+                cpu = ranks.allreduce(time.thread_time() - began_cpu)
+                found[name].append((options.samples / (time.perf_counter() - began), cpu, ranks.allreduce(decoded)))
+        if ranks.rank == 0:
+            for name, rounds in found.items():
+                ratios = sorted(one[0] / base[0] for one, base in zip(rounds[1:], found["shares as they come"][1:], strict=True))
+                rate, cpu, chunks = (statistics.median(row[column] for row in rounds[1:]) for column in range(3))
+                span = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+                text = f"{rate:9,.0f} samples/s  x {span}, {cpu:.2f} s of the processor, {chunks:,.0f} chunks an epoch"
+                print(f"{ranks.size} ranks, {cache_mb:2} MB  {name:20} {text}")
+    ranks.Barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(path.parent)
+
+
+def _reader(path: Path, cache_mb: int, shuffle: Shuffle | None, rank: int, size: int) -> Callable[[int], int]:
+    """Reads an epoch of a rank; gives the chunks that were decoded for it."""
+    source = stored_in(hdf5.build("hdf5", path, "train", fields={"x": "chunks", "y": "y"}, cache_mb=cache_mb))
+    assert source is not None
+
+    def samples_of(progress: Progress) -> np.ndarray:
+        return positions_of_rank(progress.samples, BATCH, rank, size, len(source), 0, shuffle=shuffle).samples
+
+    upcoming = Upcoming(source, samples_of, _following, size if isinstance(shuffle, BlocksOfRanks) else 1)
+
+    def read(epoch: int) -> int:
+        before = source.samples.cache.decoded
+        for start in range(epoch * len(source), (epoch + 1) * len(source), BATCH):
+            progress = Progress(len(source), 2**40, start // BATCH, start)
+            upcoming.reads(progress)
+            source.read(samples_of(progress))
+        return source.samples.cache.decoded - before
+
+    return read
+
+
+def _following(progress: Progress) -> Iterator[Progress]:
+    while True:
+        yield progress
+        progress = progress.advance(BATCH)
 
 
 def report(name: str, rates: dict[str, list[float]], options: argparse.Namespace) -> None:

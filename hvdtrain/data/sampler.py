@@ -84,7 +84,24 @@ class WeightedDraws:
         return Positions(np.minimum(samples, self._last).astype(np.int64, copy=False), positions)  # a product may round up to the sum
 
 
-Shuffle = BlockShuffle | WeightedDraws
+class BlocksOfRanks(NamedTuple):
+    """A full shuffle, of whose steps each rank takes blocks of neighbours that other ranks do not, as far as shares are equal.
+
+    The blocks have a random order in each epoch, by which the samples of a step are sorted.
+    """
+
+    block: int  # samples, neighbours in the data set
+
+    def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
+        """Positions of the stream, those of an epoch by block."""
+        samples, epochs = positions_of_rank(start, count, 0, 1, dataset, seed)
+        places = fold(fold(seed, _OWNERS), epochs.astype(np.uint64), (samples // self.block).astype(np.uint64))
+        order = np.lexsort((places, epochs))
+        return Positions(samples[order], epochs[order])
+
+
+Shuffle = BlockShuffle | BlocksOfRanks | WeightedDraws
+_OWNERS = 0x6F776E6572  # a stream of counters
 _DRAWS = 0x647261777321  # a stream of counters, apart from those of other random numbers
 
 
@@ -108,7 +125,8 @@ def positions_of_rank(
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
     "partition": rank r reads every position whose index in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
     the data set for any batch size; shares differ by at most 1 for each epoch that the positions touch.
-    shuffle: "global" only; the positions of a window of BlockShuffle are divided by block, so that few blocks are read by two ranks.
+    shuffle: "global" only; the positions of a window of BlockShuffle, or of a step of BlocksOfRanks, are divided by block, so that few
+    blocks are read by two ranks.
     """
     assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
     assert sampling in ("global", "partition"), sampling

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 _LABELS = 2**20  # that are looked at at once
+_MOST_AHEAD = 2**17  # samples that are known in advance: about 10 us of the processor each, once
 LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
 
 
@@ -71,6 +72,33 @@ def field_of_facts(facts: Sequence[Any]) -> Field:
     if len(padding) > 1 or not is_number or not shape:
         raise ValueError("impossible padding")
     return found._replace(padding=Padding(value, mask), ignored=int(value) if values and not 0 <= value < values else None)
+
+
+class Foresight(NamedTuple):
+    """What a source can make of it that it knows which samples are read next: of neighbours that are decoded together it keeps some."""
+
+    samples: int  # of the set
+    rows: int  # neighbours that are decoded together
+    kept: int  # samples that fit into memory
+
+    @property
+    def ahead(self) -> int:
+        """Samples to know in advance, so that 0.85 of `kept` are in memory, and seldom more than `kept`.
+
+        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples / rows reads, and what it
+        has of the next L waits for L / 2 of them.
+        """
+        most = 0.85 * self.kept
+        return min(self.samples, _MOST_AHEAD, int(most + (most**2 + 2 * most * self.samples / self.rows) ** 0.5))
+
+    @property
+    def decoded(self) -> float:
+        """Blocks that are decoded for one sample, with what is kept."""
+        return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
+
+    def divided(self, ranks: int) -> Foresight:
+        """The foresight of each of ranks that read other blocks than the others."""
+        return self._replace(samples=max(1, self.samples // ranks))
 
 
 class Source(Protocol):
@@ -177,7 +205,7 @@ class AroundSource:
         return known_lengths(self.source, name)
 
     @property
-    def foresight(self) -> int:
+    def foresight(self) -> Foresight | None:
         return foresight(self.source)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
@@ -411,9 +439,10 @@ def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed
     return found
 
 
-def foresight(source: Source) -> int:
-    """How many of the samples that come the source wants to know of in advance, by expect(); 0: none."""
-    return int(getattr(source, "foresight", 0))
+def foresight(source: Source) -> Foresight | None:
+    """What the source makes of samples that it knows of in advance, by expect(); None where it reads no faster with them."""
+    found: Foresight | None = getattr(source, "foresight", None)
+    return found
 
 
 def expect(source: Source, indices: np.ndarray, anew: bool) -> None:

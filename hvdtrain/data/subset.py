@@ -14,6 +14,7 @@ from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.source import (
     AroundSource,
     ArraySource,
+    Foresight,
     ImagesBase,
     LabelledImages,
     Source,
@@ -154,7 +155,7 @@ class SubsetOfImages(ImagesBase):
         return read_in_epochs(self.source, self._in_source(indices), epochs, seed)
 
     @property
-    def foresight(self) -> int:
+    def foresight(self) -> Foresight | None:
         return foresight(self.source)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
@@ -207,7 +208,7 @@ class Relabelled(ImagesBase):
         return self.source.stats()
 
     @property
-    def foresight(self) -> int:
+    def foresight(self) -> Foresight | None:
         return foresight(self.source)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:

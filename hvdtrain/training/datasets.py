@@ -38,7 +38,7 @@ from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
-from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle
+from hvdtrain.training.input import DEFAULT_BLOCK, block_shuffle, ranks_read_own_blocks
 from hvdtrain.training.model_inputs import names_to_keep, notes_on_fields
 from hvdtrain.training.sample_weights import checked_weights, read_weights
 
@@ -351,7 +351,7 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
         return []
     of = "the training set" if shuffle is None else "a window of data.shuffle_window"
     fix = "data.shuffle=blocks decodes each once" if shuffle is None else "a smaller window decodes each once"
-    often = f"about {files.decodes_of_block:.1f} times in an epoch" if shuffle is None else "again and again"
+    often = f"about {files.decodes_of_block(ranks_read_own_blocks(config)):.1f} times in an epoch" if shuffle is None else "again and again"
     return [f"{of} is {wanted_mb:,.0f} MB, and data.cache_mb={cache_mb:,.0f}: blocks are decoded {often}; {fix}, or a larger cache"]
 
 

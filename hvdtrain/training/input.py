@@ -19,8 +19,18 @@ from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.cutmix import paste
 from hvdtrain.data.images.masks import moved_masks
-from hvdtrain.data.sampler import BlockShuffle, Positions, WeightedDraws, largest_share, parts_by_length, parts_of_rank, positions_of_rank
-from hvdtrain.data.source import Source, crops_at_random, known_lengths, read_in_epochs, reads_from_memory, reads_in_process
+from hvdtrain.data.sampler import (
+    BlockShuffle,
+    BlocksOfRanks,
+    Positions,
+    Shuffle,
+    WeightedDraws,
+    largest_share,
+    parts_by_length,
+    parts_of_rank,
+    positions_of_rank,
+)
+from hvdtrain.data.source import Source, crops_at_random, foresight, known_lengths, read_in_epochs, reads_from_memory, reads_in_process
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
@@ -34,12 +44,12 @@ def split_step(
     batch: int,
     first_batch: int,
     communicator: Communicator,
-    draws: WeightedDraws | None = None,
+    draws: Shuffle | None = None,
     lengths: np.ndarray | None = None,
 ) -> list[Positions]:
     """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
 
-    draws: of data.sample_weights. lengths: int64 (dataset,) of data.bucket_by, which puts similar ones into one micro-batch.
+    draws: in place of data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar ones into one micro-batch.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
     A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
@@ -63,6 +73,12 @@ DEFAULT_BLOCK = 256  # samples, of data that are not stored in blocks
 def block_shuffle(config: DataConfig) -> BlockShuffle | None:
     """The shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all samples."""
     return BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window) if config.shuffle == "blocks" else None
+
+
+def ranks_read_own_blocks(config: Config) -> bool:
+    """Whether ranks may divide a step by block, each in its order in the step: where nothing else decides which rank reads a sample."""
+    is_free = config.data.shuffle == "full" and config.data.sampling == "global" and config.norm.kind != "ghost"
+    return is_free and not config.data.sample_weights and config.data.bucket_by is None and not config.servers.are_asynchronous
 
 
 def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
@@ -178,7 +194,7 @@ class Prefetcher:
         learner: Learner,
         draws: WeightedDraws | None = None,
     ) -> None:
-        self._config, self._draws, self._lengths = config, draws, lengths_to_sort_by(config.data, source)
+        self._config, self._lengths = config, lengths_to_sort_by(config.data, source)
         self._communicator = communicator
         self._recipe = recipe
         self._source = source
@@ -192,7 +208,10 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
         is_told = not self.cached_on_device and not config.servers.are_asynchronous and learner.readers is not None
-        self._upcoming = Upcoming(source, self._samples_of, self._following) if is_told else None
+        known = foresight(source) if is_told and ranks_read_own_blocks(config) else None
+        ranks = 1 if known is None or learner.readers is None else learner.readers.size
+        self._shuffle: Shuffle | None = BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
+        self._upcoming = Upcoming(source, self._samples_of, self._following, ranks) if is_told else None
 
     def take(self, progress: Progress) -> StepInput:
         """The input of the step that follows `progress`. Raises what its reader raised."""
@@ -241,7 +260,8 @@ class Prefetcher:
             return "on the device"
         if self.ahead == 0:
             return "read when needed"
-        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead"
+        own = ", each rank other blocks" if isinstance(self._shuffle, BlocksOfRanks) else ""
+        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead{own}"
 
     def _read_ahead(self, progress: Progress) -> None:
         """Fills the queue with the next `ahead` steps after `progress`, up to the end of the job."""
@@ -272,7 +292,7 @@ class Prefetcher:
         readers, batch = self._learner.readers, self._recipe.at(progress).batch
         if readers is None:
             return []
-        return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._draws, self._lengths)
+        return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._shuffle, self._lengths)
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
         return np.concatenate([np.empty(0, np.int64), *(positions.samples for positions in self._positions(progress))])

@@ -24,6 +24,7 @@ class Upcoming:
 
     samples_of: the samples that this rank reads in the step that follows some progress, int64 (n,).
     following: the progress after each step from a progress on, up to the end of the job.
+    ranks: how many, this one among them, that each read blocks of their own.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class Upcoming:
         source: Source,
         samples_of: Callable[[Progress], np.ndarray],
         following: Callable[[Progress], Iterator[Progress]],
+        ranks: int = 1,
     ) -> None:
         self._source = source
-        self._foresight = foresight(source)
+        known = foresight(source)
+        self._ahead = known.divided(ranks).ahead if known else 0
         self._samples_of = samples_of
         self._following = following
         self._told: deque[_Told] = deque()
@@ -42,7 +45,7 @@ class Upcoming:
 
     def reads(self, progress: Progress) -> None:
         """Called before the step that follows `progress` is read: the source knows of it and of those behind it."""
-        if not self._foresight:
+        if not self._ahead:
             return
         anew = not self._told or self._told[0].progress != progress  # the first step, or another one than was expected
         if anew:
@@ -62,5 +65,5 @@ class Upcoming:
             anew = False
             self._told.append(_Told(progress, len(samples)))
             self._samples += len(samples)
-            if self._samples > self._foresight:
+            if self._samples > self._ahead:
                 return

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import stored_data
+from pool import alone
+from ranks import mpirun, needs_mpirun
 
 import hvdtrain
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -17,9 +19,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets import hdf5
-from hvdtrain.data.sampler import positions_of_rank
-from hvdtrain.data.source import AroundSource, NamedArrays, Source, expect, foresight
-from hvdtrain.data.stored.ahead import Need
+from hvdtrain.data.sampler import BlocksOfRanks, Positions, parts_of_rank, positions_of_rank
+from hvdtrain.data.source import AroundSource, Foresight, NamedArrays, Source, expect, foresight
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
@@ -30,6 +31,7 @@ from hvdtrain.training.upcoming import Upcoming
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
 SAMPLES, BATCH, ROWS = 3000, 20, 15
 X = np.random.default_rng(1).normal(size=(SAMPLES, 4, 40)).astype("f4")  # 1.9 MB, twice the cache
+Y = X.reshape(SAMPLES, -1)[:, :2].copy()
 
 
 def of(folder: Path) -> StoredSource:
@@ -45,6 +47,16 @@ def of_file(path: Path) -> StoredSource:
     source = stored_in(hdf5.build("hdf5", path, "train", cache_mb=1))
     assert source is not None
     return source
+
+
+def of_blocks(folder: Path) -> list[str]:
+    """The words of a job on them, with two numbers Y to predict."""
+    import h5py
+
+    of(folder)
+    with h5py.File(folder / "a.h5", "r+") as file:
+        file["z"] = Y
+    return ["data.name=hdf5", "data.root=a.h5", "data.fields={x: x, y: z}", "data.cache_mb=1", "data.readers=2"]
 
 
 def samples_of(progress: Progress, rank: int = 0, size: int = 1) -> np.ndarray:
@@ -68,9 +80,9 @@ def test_blocks_are_decoded_a_fraction_as_often(tmp_path: Path) -> None:
         assert batch["y"].tolist() == samples.tolist() and batch["y"].dtype == np.float32
     decoded, before = told.samples.cache.decoded, untold.samples.cache.decoded
     assert decoded < before / 4, (decoded, before)
-    need = Need(SAMPLES, ROWS, int(0.875e6) // 644)
+    need = Foresight(SAMPLES, ROWS, int(0.875e6) // 644)
     assert 1 < decoded / (3 * SAMPLES * need.decoded) < 1.75, (decoded, need)
-    assert told.foresight == need.ahead < SAMPLES
+    assert told.foresight == need and need.ahead < SAMPLES
 
 
 def test_several_threads_and_reads_that_nobody_expected(tmp_path: Path) -> None:
@@ -122,21 +134,15 @@ def test_processes_read_what_is_known_in_advance(tmp_path: Path) -> None:
 
 def test_what_fits_into_memory_is_not_told(tmp_path: Path) -> None:
     of(tmp_path)
-    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", cache_mb=2)) == 0
-    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", fields={"x": "y", "y": "y"}, cache_mb=1)) == 0
+    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", cache_mb=2)) is None
+    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", fields={"x": "y", "y": "y"}, cache_mb=1)) is None
 
 
 def test_a_job_knows_its_samples_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a job on arrays, to the last bit, also stopped in the middle of an epoch and resumed."""
     monkeypatch.chdir(tmp_path)
-    of(tmp_path)
-    y = X.reshape(SAMPLES, -1)[:, :2].copy()
-    import h5py
-
-    with h5py.File("a.h5", "r+") as file:
-        file["z"] = y
-    words = ["data.name=hdf5", "data.root=a.h5", "data.fields={x: x, y: z}", "data.cache_mb=1", "data.readers=2"]
-    arrays = hvdtrain.train(stored_data.JOB, "run=arrays", train_data={"x": X, "y": y}).weights
+    words = of_blocks(tmp_path)
+    arrays = hvdtrain.train(stored_data.JOB, "run=arrays", train_data={"x": X, "y": Y}).weights
     files = hvdtrain.train(stored_data.JOB, "run=files", *words).weights
     assert stored_data.bits(files) == stored_data.bits(arrays)
     hvdtrain.train(stored_data.JOB, "run=stopped", "stop.steps=50", *words)
@@ -144,9 +150,9 @@ def test_a_job_knows_its_samples_in_advance(tmp_path: Path, monkeypatch: pytest.
 
 
 class Listening(AroundSource):
-    """A source that wants to know 100 samples in advance."""
+    """A source that wants to know its samples in advance."""
 
-    foresight = 100
+    foresight = Foresight(500, 4, 40)
 
     def __init__(self, source: Source) -> None:
         self.source, self.told, self.reads = source, [np.empty(0, np.int64)], list[np.ndarray]()
@@ -177,5 +183,58 @@ def test_a_prefetcher_tells_what_it_reads(words: list[str]) -> None:
         prefetcher.drain()
         told, read = np.concatenate(source.told).tolist(), np.concatenate(source.reads).tolist()
         assert told[: len(read)] == read == positions_of_rank(start, len(read), 0, 1, 500, config.seed).samples.tolist()
-        assert 100 - 13 < len(told) - len(read) <= 100 or len(told) == -(-(1000 - start) // 13) * 13
+        assert source.foresight.ahead - 13 < len(told) - len(read) <= source.foresight.ahead or len(told) == -(-(1000 - start) // 13) * 13
     prefetcher.close()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_read_blocks_of_their_own(size: int, parts: int) -> None:
+    """The samples of each step are those of a full shuffle; shares differ by at most 1; few blocks are read by two ranks in an epoch."""
+    read = [set[int]() for _ in range(size)]
+    for start, count in [(0, 7), *((first, 240) for first in range(7, 2 * SAMPLES, 240))]:
+        shares = [parts_of_rank(start, count, parts, rank, size, SAMPLES, 3, shuffle=BlocksOfRanks(ROWS)) for rank in range(size)]
+        assert max(map(_samples, shares)) - min(map(_samples, shares)) <= 1
+        for part, whole in enumerate(parts_of_rank(start, count, parts, 0, 1, SAMPLES, 3)):
+            found = [pair for share in shares for pair in zip(*share[part], strict=True)]
+            assert sorted(found) == sorted(zip(*whole, strict=True))
+        for rank, share in enumerate(shares):
+            own = np.concatenate([positions.samples[positions.epochs == 1] for positions in share])
+            read[rank] |= set((own // ROWS).tolist())
+            assert all((np.diff(positions.epochs) >= 0).all() for positions in share)
+    assert len(set.union(*read)) == SAMPLES // ROWS
+    assert sum(map(len, read)) < 1.5 * SAMPLES // ROWS, [len(one) for one in read]
+
+
+def _samples(share: list[Positions]) -> int:
+    return sum(len(positions.samples) for positions in share)
+
+
+def test_two_ranks_decode_fewer_blocks_where_each_has_its_own(tmp_path: Path) -> None:
+    found = {}
+    of(tmp_path)
+    for shuffle in (None, BlocksOfRanks(ROWS)):
+        for rank in range(2):
+            source = of_file(tmp_path / "a.h5")
+
+            def share(progress: Progress, shuffle: BlocksOfRanks | None = shuffle, rank: int = rank) -> np.ndarray:
+                return positions_of_rank(progress.samples, BATCH, rank, 2, SAMPLES, 7, shuffle=shuffle).samples
+
+            upcoming = Upcoming(source, share, steps, 2 if shuffle else 1)
+            for progress in steps(Progress(SAMPLES, 3 * SAMPLES)):
+                upcoming.reads(progress)
+                assert source.read(share(progress))["y"].tolist() == share(progress).tolist()
+            found[shuffle, rank] = source.samples.cache.decoded
+    assert found[BlocksOfRanks(ROWS), 0] + found[BlocksOfRanks(ROWS), 1] < 0.9 * (found[None, 0] + found[None, 1]), found
+
+
+@needs_mpirun
+def test_ranks_with_blocks_of_their_own_train_the_weights_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = of_blocks(tmp_path)
+    one = hvdtrain.train(stored_data.JOB, "run=one", *words).weights
+    done = mpirun(2, alone("stored_data:train_on_ranks", str(tmp_path), ["hdf5"], words))
+    assert done.returncode == 0, done.stderr
+    assert "2 steps ahead, each rank other blocks" in done.stdout
+    for name, array in np.load(tmp_path / "weights-hdf5.npz").items():
+        np.testing.assert_allclose(array, one[name], rtol=0, atol=1e-12)

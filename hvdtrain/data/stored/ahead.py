@@ -9,7 +9,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,30 +19,6 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 _Rows = dict[int, dict[str, np.ndarray]]  # fields of a sample, by sample
-_MOST = 2**17  # samples that are known in advance: about 10 us of the processor each, once
-
-
-class Need(NamedTuple):
-    """What reads at random need of the memory."""
-
-    samples: int  # of the set
-    rows: int  # of a block
-    kept: int  # samples that fit into memory
-
-    @property
-    def ahead(self) -> int:
-        """Samples to know in advance, so that nine tenths of `kept` are in memory, and seldom more than `kept`.
-
-        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples / rows reads, and what it
-        has of the next L waits for L / 2 of them.
-        """
-        most = 0.9 * self.kept
-        return min(self.samples, _MOST, int(most + (most**2 + 2 * most * self.samples / self.rows) ** 0.5))
-
-    @property
-    def decoded(self) -> float:
-        """Blocks that are decoded for one sample, with what is kept."""
-        return 1 / (1 + (self.rows - 1) * self.ahead / self.samples)
 
 
 class SamplesAhead:

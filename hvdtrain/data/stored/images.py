@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats, sampled_stats, stats_of_images
 from hvdtrain.data.own.arrays import MOST_CLASSES, as_images
-from hvdtrain.data.source import LARGE_BYTES, ImagesBase, read_labels
+from hvdtrain.data.source import LARGE_BYTES, Foresight, ImagesBase, read_labels
 from hvdtrain.data.stored.source import StoredSource
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StoredImages(ImagesBase):
         return {"x": np.ascontiguousarray(pixels), "y": read_labels(self.labels(), indices)}
 
     @property
-    def foresight(self) -> int:
+    def foresight(self) -> Foresight | None:
         return self.source.foresight
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:

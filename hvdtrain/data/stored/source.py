@@ -14,8 +14,8 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field, Source, check_indices, check_numbers, smallest
-from hvdtrain.data.stored.ahead import Need, SamplesAhead
+from hvdtrain.data.source import Field, Foresight, Source, check_indices, check_numbers, smallest
+from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
 from hvdtrain.data.stored.statistics import Ranks, kept, mean_and_std
@@ -187,24 +187,27 @@ class StoredSource:
         return self._read(indices) if ahead is None or not len(indices) else ahead.read(indices)
 
     @property
-    def foresight(self) -> int:
-        """Samples that it wants to know of in advance; 0 where all fit into memory, or blocks are decoded no less often with it."""
-        return int(self._once("foresight", self._foresight))
+    def foresight(self) -> Foresight | None:
+        """None where all fit into memory, or blocks are decoded no less often with what is known in advance."""
+        found: Foresight | None = self._once("foresight", self._foresight)
+        return found
 
-    def _foresight(self) -> int:
+    def _foresight(self) -> Foresight | None:
         need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
-        return need.ahead if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples else 0
+        return need if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples else None
+
+    def decodes_of_block(self, own: bool) -> float:
+        """How often a block is decoded in an epoch of a full shuffle, about. own: each rank reads blocks that others do not."""
+        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
+        if self.foresight is None:
+            return need.rows * max(0.0, 1 - fits / need.samples)
+        ranks: Ranks | None = self._known.get("ranks")
+        return need.rows * need.divided(ranks.size if own and ranks else 1).decoded
 
     @property
-    def decodes_of_block(self) -> float:
-        """How often a block is decoded in an epoch of a full shuffle, about."""
-        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
-        return need.rows * (need.decoded if self.foresight else max(0.0, 1 - fits / need.samples))
-
-    @property
-    def _need(self) -> Need:
+    def _need(self) -> Foresight:
         kept = int(_KEPT * self.samples.cache.most_bytes) // self.samples.bytes_of_sample
-        return Need(len(self), self.rows_of_block or 1, kept)
+        return Foresight(len(self), self.rows_of_block or 1, kept)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
         """See data.source.expect(). The first call divides the memory between these samples and blocks."""
