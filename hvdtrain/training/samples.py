@@ -110,6 +110,7 @@ class SampleSeries:
         if self.run is None:
             return
         began_s = time.perf_counter()
+        samples = min(samples, len(self.val)) if _segmentation(self.task) else samples
         with self.learner.averaged():
             content = self._masks(samples, now) if _segmentation(self.task) else self._sequences(samples, now)
         if content is not None and self.communicator.rank == 0:

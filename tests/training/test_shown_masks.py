@@ -89,11 +89,12 @@ def test_ranks_make_one_picture_of_their_masks(tmp_path: Path) -> None:
 
 def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for run, word in (("usual", "log.samples=null"), ("more", "log.samples=3"), ("none", "log.samples=0")):
+    for run, word in (("usual", "log.samples=null"), ("more", "log.samples=99"), ("none", "log.samples=0")):
         assert main([*WORDS, word, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", f"run={run}"]) == 0
     found = {run: sorted(path.name for path in (tmp_path / run).glob("samples/*")) for run in ("usual", "more", "none")}
     names = [f"masks-{step:08}.png" for step in (0, 5, 10)]
     assert found == {"usual": names[-1:], "more": names, "none": []}
+    assert '"kind": "samples", "step": 5, "count": 12,' in (tmp_path / "more" / "events.jsonl").read_text(), "all of them"
     events = [json.loads(line) for line in (tmp_path / "usual" / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["count"]) for event in events if event["kind"] == "samples"] == [(10, 4)]
     shown = tiles_of(np.asarray(Image.open(tmp_path / "usual" / "samples" / names[-1])), 4, 16)
