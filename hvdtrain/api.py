@@ -271,7 +271,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) 
 
     config: keys of the configuration, nested or dotted, {"run": "run", "comm": {"engine": "mpi"}}, or a YAML file; `arguments` are
     key=value, and win over it: hvdtrain.init(*sys.argv[1:]) takes them from the command line. What an own loop has of them: framework,
-    run, resume, seed, comm, shard, parallel, optim.clip_norm and clip_value, data.sampling and workers, speed, checkpoint, guard, log.
+    run, resume, seed, comm, shard, parallel, optim.clip_norm and clip_value, data.sampling, workers, pad, speed, checkpoint, guard, log.
     Without `run` nothing is written. Every rank calls it with the same. One at a time: close() ends it, or `with hvdtrain.init() as ctx`.
     An exception that the script does not catch ends all ranks, with the traceback of the first that failed.
     """

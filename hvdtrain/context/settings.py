@@ -18,7 +18,7 @@ KEYS = (
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
     *(f"parallel.{name}" for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")),
     *("optim.clip_norm", "optim.clip_value"),
-    *(f"data.{name}" for name in ("inputs", "sampling", "ahead", "readers", "workers")),
+    *(f"data.{name}" for name in ("inputs", "sampling", "ahead", "readers", "workers", "pad", "mask")),
     *("speed.device", "speed.precision", "speed.compile"),
     *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last", "keep_best")),
     *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),

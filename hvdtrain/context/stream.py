@@ -17,6 +17,7 @@ from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source, read_in_epochs
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_recipe
+from hvdtrain.training.datasets import padding_of
 from hvdtrain.training.input import Prefetcher
 
 WHERE = "ctx.samples()"
@@ -61,7 +62,7 @@ class SampleStream:
 
 def checked_source(dataset: object, where: str, config: Config) -> Source:
     """The data set of an own loop, whose integers are checked when they are read. Raises UserError for what is none."""
-    found = as_source(dataset, "the data set", where, config.data.workers, tuple(config.data.inputs))
+    found = as_source(dataset, "the data set", where, config.data.workers, tuple(config.data.inputs), padding_of(config))
     if missing := [name for name in config.data.inputs if name not in found.fields]:
         what = f"data.inputs names {missing[0]}, and the samples have {', '.join(found.fields)}"
         raise UserError(what, config.where("data.inputs"), "names of the data set's fields, which they keep in each batch")

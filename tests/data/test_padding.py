@@ -56,6 +56,7 @@ def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_pat
     expected["sentences"] = sequence_jobs.sentences_by_hand()
     found = {name: dict(np.load(f"{name}.npz")) for name in sequence_jobs.WAYS if name not in ("language-stopped", "sentences-stage")}
     found["language-alone"] = sequence_jobs.language("one")
+    found["rows-own-loop-alone"] = sequence_jobs.own_loop("")
     found["language-dataset"] = sequence_jobs.language("dataset", "batch.micro=5", "data.bucket_by=length", of=Sequences)
     found["language-resumed"] = sequence_jobs.language("language-stopped", "batch.micro=3", "data.bucket_by=length")
     found["rows-alone"] = sequence_jobs.of_rows("rows-one", "batch.micro=5", "data.bucket_by=length")
@@ -259,7 +260,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train(PAD_TOKENS, "recipe.warmup=200 tokens", "task.name=language", "model.name=gpt"), "tokens"),
     (_train("data.pad={x: 0}", data=[(np.ones(3), 1), (np.ones((2, 2)), 1)], model=torch.nn.Linear(1, 1)), "has x as float64"),
     (lambda: hvdtrain.train({"data.name": "digits"}, "data.pad={x: 0}"), "those of data.name=digits have one"),
-    (lambda: hvdtrain.init("data.pad={x: 0}"), "data.pad is not of an own loop"),
+    (lambda: hvdtrain.init("data.pad={x: 0}", "data.bucket_by=length"), "data.bucket_by is not of an own loop"),
+    (lambda: hvdtrain.init("data.pad={x: 0}", "framework=jax"), "framework=jax does not support data.pad={x: 0}"),
 ]
 
 

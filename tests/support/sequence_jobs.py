@@ -105,6 +105,20 @@ def of_rows(run: str, *words: str) -> dict[str, np.ndarray]:
     return dict(hvdtrain.train(job, *JOB, *PAD_ROWS, *words, model=made(OfRows), loss=loss_of_rows, **data).weights)
 
 
+def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
+    """STEPS steps of a script's own loop, every second one in parts of two samples."""
+    with hvdtrain.init({"seed": 5}, *PAD_ROWS, "speed.device=cpu", *words) as ctx:
+        model: Any = made(OfRows)
+        model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
+        for batch in ctx.samples(rows(), batch=BATCH, epochs=STEPS * BATCH / SAMPLES, seed=5):
+            if ctx.step % 2:
+                ctx.accumulate(lambda part: loss_of_rows(model(part["x"]), part).mean(), at_most=2)
+            else:
+                ctx.backward(loss_of_rows(model(batch["x"]), batch).mean())
+            optimizer.step()
+        return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+
+
 def sentences(samples: int = SAMPLES, seed: int = 1) -> dict[str, Any]:
     found = tokens(samples, seed)
     return {"tokens": found, "y": np.array([int(one.sum()) % 2 for one in found])}
@@ -125,6 +139,7 @@ WAYS = {
     "sentences-buckets": (of_sentences, "batch.micro=5", "data.bucket_by=length"),
     "sentences-stage": (of_sentences, "batch.size=3", "batch.micro=1", "shard.stage=3", "stop.steps=3"),
     "rows": (of_rows,),
+    "rows-own-loop": (own_loop,),
     "rows-buckets": (of_rows, "batch.micro=2", "data.bucket_by=y"),
 }
 
