@@ -69,7 +69,7 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
         match = matched(found, names, shapes, config)
         arrays = match.arrays
         moved()
-        return [*lines, *renamed, *_lines(path, match, len(set(names.values())))]
+        return [*lines, *renamed, *_lines(path, match, len(set(names.values()))), *_other_stats(path, config)]
 
     lines = long_on_rank_0(communicator, read, go_on)
     return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
@@ -230,6 +230,19 @@ def _lines(path: Path, match: Match, of: int) -> list[str]:
         if names:
             lines.append(f"        {len(names)} {what}: {_some(names)}")
     return lines
+
+
+def _other_stats(path: Path, config: Config) -> list[str]:
+    """A line where a folder of Hugging Face's says with which mean and deviation its weights were trained, and the job does not."""
+    try:
+        found = json.loads((path / "preprocessor_config.json").read_text())
+        mean, std = found["image_mean"], found["image_std"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    if mean == config.data.mean and std == config.data.std:
+        return []
+    said = " ".join(f"data.{name}={json.dumps(of, separators=(',', ':'))}" for name, of in (("mean", mean), ("std", std)))
+    return [f"        they were trained with {said}, as preprocessor_config.json says; this job has others"]
 
 
 def _some(names: list[str]) -> str:

@@ -97,6 +97,19 @@ def test_what_is_not_made(words: list[str], what: str, fix: str, tmp_path: Path)
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
 
 
+def reads(url: str) -> torch.nn.Module:
+    return torch.nn.Linear(len(torch.hub.load_state_dict_from_url(url, progress=False)), 10)
+
+
+def test_a_download_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    words = ["model.name=test_libraries:reads", f"model.url={(tmp_path / 'none.pt').as_uri()}"]
+    with pytest.raises(UserError, match="test_libraries:reads cannot download: .*none.pt"):
+        train(tmp_path / "run", *words, "model.download=true")
+    with pytest.raises(UserError, match="test_libraries:reads downloads file:///.*none.pt"):
+        train(tmp_path / "run", *words)
+
+
 def test_rank_0_downloads_before_the_others() -> None:
     """Its caches are full when they begin, and no number is drawn from the stream that they share."""
     order: list[int] = []

@@ -105,6 +105,11 @@ def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixt
     names = vit().state_dict().keys()
     assert len(names & weights.keys()) < len(names) / 2, "transformers writes the names that it has: nothing is left to test here"
     name = [f"model.name=transformers:{folder}"]
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}')
+    for words, count in (([], 1), (["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"], 0)):
+        train(tmp_path / f"stats{count}", [*name, f"model.weights={folder}", *words], data)
+        hint = "trained with data.mean=[0.5,0.5,0.5] data.std=[0.25,0.25,0.25], as preprocessor_config.json says; this job has others"
+        assert capsys.readouterr().out.count(hint) == count
     ten = {**data, "y": np.arange(12) % 4}
     with pytest.raises(UserError, match=r"classifier.weight is \(10, 16\) in .*, the model has \(4, 16\)"):
         train(tmp_path / "other", [*name, f"model.weights={folder}"], ten)
@@ -144,6 +149,26 @@ class Around(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         return self.body(tokens)
+
+
+class OwnConstructor(transformers.GPT2LMHeadModel):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(gpt2().config)
+
+
+def test_a_class_that_the_library_cannot_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        *WORDS,
+        "task.name=language",
+        "model.name=test_transformers:OwnConstructor",
+        f"model.weights={saved(gpt2, tmp_path / 'folder')}",
+    ]
+    data = {"train_data": DATA[gpt2], "val_data": DATA[gpt2]}
+    with pytest.raises(UserError, match=r"OwnConstructor.from_pretrained\(\) of transformers fails: TypeError") as caught:
+        hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, **data)
+    assert "model.weights_names=['=']" in caught.value.fix
+    hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, "model.weights_names=['=']", **data)
+    assert "28 of 28 arrays are loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("around", [False, True])

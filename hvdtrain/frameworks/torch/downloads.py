@@ -51,7 +51,8 @@ def watched(config: Config) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not any(type(cause).__name__ in _REFUSED for cause in _causes(error)):
+        known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub without a network
+        if not any(type(cause).__name__ in known for cause in _causes(error)):
             raise
         if may:
             what = f"{config.model.name} cannot download: {short(str(error))}"

@@ -134,7 +134,7 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
             )
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         what = f"{kind.__name__}.from_pretrained() of transformers fails: {type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(what, "model.weights", "model.weights_names=['OLD=NEW'], with which hvdtrain changes the names") from error
+        raise UserError(what, "model.weights", "model.weights_names=['='] leaves names as the file has them") from error
     shapes = {name: np.broadcast_to(np.float32(0), shape) for name, shape, _ in told["mismatched_keys"]}
     unknown = {name: found.get(name, np.zeros(0)) for name in sorted(told["unexpected_keys"])}
     absent = {*told["missing_keys"], *shapes}
