@@ -36,6 +36,8 @@ def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
 #   "w"                     float64 (n,), the weight of each sample's loss
 #   "indices", "partner_indices"    int64 (n,), in place of images and labels: samples of a data set that is cached on the device
 Batch = dict[str, Any]
+_OF_PARTNERS = ("partner_indices", "partner_x", "partner_y", "partner_augmentation")
+BATCH_KEYS = frozenset({"augmentation", "mixup_weight", "cutmix_box", "w", "indices", *_OF_PARTNERS})  # no field has these names
 
 
 def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:

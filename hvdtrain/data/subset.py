@@ -1,4 +1,4 @@
-"""Data sets made of another one: part of it, the two parts of a divided training set, or its images under other label numbers."""
+"""Data sets made of another one: part of it, some of its fields, the two parts of a training set, images under other label numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.source import (
     AroundSource,
     ArraySource,
+    Field,
     Foresight,
     ImagesBase,
     LabelledImages,
+    NamedArrays,
     Source,
     check_indices,
     crops_at_random,
@@ -117,6 +119,39 @@ class Subset(AroundSource):
 
     def _of_indices(self) -> dict[str, str]:
         return {"part": digest({"indices": self.indices})}
+
+
+def without_fields(source: Source, names: Sequence[str]) -> Source:
+    """The source without some of its fields."""
+    if isinstance(source, Subset):
+        return replace(source, source=without_fields(source.source, names))
+    if isinstance(source, NamedArrays):
+        return replace(source, arrays={name: array for name, array in source.arrays.items() if name not in names})
+    return _WithoutFields(source, frozenset(names))
+
+
+@dataclass(frozen=True, eq=False)
+class _WithoutFields(AroundSource):
+    """What without_fields() makes of a source that is read sample by sample."""
+
+    source: Source
+    names: frozenset[str]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: field for name, field in self.source.fields.items() if name not in self.names}
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return self._without(self.source.read(indices))
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        return self._without(read_in_epochs(self.source, indices, epochs, seed))
+
+    def known_labels(self) -> np.ndarray | None:
+        return known_labels(self.source)
+
+    def _without(self, batch: Batch) -> Batch:
+        return {name: array for name, array in batch.items() if name not in self.names}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.config.yaml_reader import MOST_BYTES
-from hvdtrain.core.arrays import digest
+from hvdtrain.core.arrays import BATCH_KEYS, digest
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import FILE, MOST_FILE_BYTES, Codebook, TokenImages, UnencodedImages, from_json, to_json
 from hvdtrain.data.files.staging import stage_data
@@ -29,7 +29,7 @@ from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_sampl
 from hvdtrain.data.source import LabelledImages, Padding, Source, Split, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.stored.statistics import Ranks
-from hvdtrain.data.subset import Division, divide, subset
+from hvdtrain.data.subset import Division, divide, subset, without_fields
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import Classification, notes_on_labels
@@ -72,8 +72,18 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     _check_lengths(config, train, task)
     build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
-    moved = with_moved_masks(as_declared(train, task.fields), getattr(task, "masks", {}), config.augment)
-    return Datasets(moved, as_declared(val, task.fields), task, draws_of(config, train))
+    draws = draws_of(config, train)
+    train, val = (as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val))
+    return Datasets(with_moved_masks(train, getattr(task, "masks", {}), config.augment), val, task, draws)
+
+
+def _with_free_names(config: Config, source: Source, task: Task) -> Source:
+    """The source without fields that have the name of something else in a batch. Raises UserError where the task has such a field."""
+    taken = [name for name in source.fields if name in BATCH_KEYS]
+    if used := [name for name in taken if name in task.fields]:
+        what = f"the data have a field named {used[0]}, and a batch has something else by that name"
+        raise UserError(what, config.where("data.name"), f"another name: {used[0]}_of_sample")
+    return without_fields(source, taken) if taken else source
 
 
 def recipe_of(config: Config, datasets: Datasets) -> Recipe:

@@ -251,3 +251,27 @@ def test_a_job_that_goes_on_with_other_ranks_is_the_same_job(tmp_path: Path, mon
     one, other = (hvdtrain.evaluate(run, val, *words) for run in ("whole", "parts"))
     assert one == pytest.approx(other, rel=1e-11) and one["loss"] == pytest.approx(hvdtrain.read("whole")["val_loss"].dropna().iloc[-1])
     np.testing.assert_allclose(*(hvdtrain.predict(run, val, *words) for run in ("whole", "parts")), rtol=1e-11)
+
+
+class WithWeights(two_inputs.Flat):
+    """With a field that has the name of the weights of losses in a batch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "w": float(index)}
+
+
+def test_a_field_has_no_effect_by_its_name_alone(tmp_path: Path) -> None:
+    """`w` are the weights of losses in a batch, of recipe.sample_noise."""
+    data = two_inputs.fields()
+    keys = {"task.name": "regression", "max_steps": 3, "batch.size": 4, "speed.precision": "fp64"}
+    found = []
+    for number, given in enumerate([data, {**data, "w": np.arange(23.0)}, WithWeights(data)]):
+        run = hvdtrain.train(keys, f"run={tmp_path}/{number}", model=two_inputs.Net, train_data=given, val_data=given)
+        found.append(run.weights)
+    for other in found[1:]:
+        assert all(np.array_equal(other[name], array) for name, array in found[0].items())
+    given = {**data, "w": np.arange(23.0)}
+    with pytest.raises(
+        UserError, match=r"a field named w, and a batch has something else by that name\n.*\n  fix: another name: w_of_sample"
+    ):
+        hvdtrain.train(keys, f"run={tmp_path}/w", model=two_inputs.Net, loss=square, train_data=given, val_data=given)
