@@ -388,6 +388,7 @@ def of_torch_module(
     if "y" not in fields:
         what = f"loss={name} compares outputs with y; the data have {', '.join(fields)}"
         raise UserError(what, where, "a function loss(outputs, batch), which takes any field")
+    _refuse_padded_targets(loss, name, fields["y"], where)
     if reduction == "none":
         return Loss(_OfTargets(loss, "none", sample_of), facts)
     known = type(loss) in (*_ELEMENTWISE, *_OF_CLASSES)  # a class that is made of one may compute something else
@@ -400,6 +401,17 @@ def of_torch_module(
     if isinstance(loss, _OF_CLASSES) and not never(int(loss.ignore_index)):  # type: ignore[arg-type]
         return Loss(_OfTargets(each, "sum", sample_of), facts, ignore=int(loss.ignore_index))  # type: ignore[arg-type]
     return Loss(_OfTargets(each, "mean", sample_of), facts)
+
+
+def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> None:
+    """Raises UserError where a loss would take padding for targets: all but those that leave out an integer, which is the padding."""
+    if y.padding is None:
+        return
+    is_of_classes = isinstance(loss, _OF_CLASSES) and loss.reduction == "mean"
+    if not is_of_classes or y.padding.value != loss.ignore_index:
+        what = f"loss={name} would take the padding of y, {y.padding.value:g}, for targets"
+        fix = f"data.pad={{y: {loss.ignore_index}}}, its ignore_index; or " if is_of_classes else ""
+        raise UserError(what, where, f"{fix}a function loss(outputs, batch) that weighs by batch[{y.padding.mask!r}]")
 
 
 def _why(loss: nn.Module) -> str:

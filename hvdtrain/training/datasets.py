@@ -35,6 +35,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import Classification, notes_on_labels
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.language import Language
+from hvdtrain.tasks.several_inputs import transforms_of
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
@@ -145,14 +146,16 @@ def _check_reading(config: Config, *sources: Source) -> None:
 
 def _check_lengths(config: Config, train: Source, task: Task) -> None:
     """Raises UserError where samples of different lengths come to a task or a model that takes those of one."""
-    where = config.where("data.pad")
-    for name, field in task.fields.items():
-        padding = train.fields[name].padding if name in train.fields else None
-        if padding is not None and field.padding is None:
-            what = f"task.name={task.name} takes {name} of one length, and data.pad pads it to the longest of a pass"
-            fix = f"a model whose forward() has the parameters {name} and {padding.mask}; a loss of your own, which gets both; or "
-            raise UserError(what, where, fix + "task.name=language")
-        if padding is not None and not isinstance(task, Language) and not is_users_model(config.model):
+    where, named = config.where("data.pad"), task.name
+    several = () if (transforms := transforms_of(task)) is None else transforms.each
+    for name, field in train.fields.items():
+        if field.padding is None or field.is_mask or name not in task.fields:
+            continue
+        if not isinstance(task, Language) and not plugins.is_dotted(config.task.name) and name not in several:
+            what = f"task.name={named} takes {name} of one length, and data.pad pads it to the longest of a pass"
+            by_model = f"a model whose forward() has the parameters {name} and {field.padding.mask}; " if name != "y" else ""
+            raise UserError(what, where, f"{by_model}a loss of your own, which gets {field.padding.mask} too; or task.name=language")
+        if not isinstance(task, Language) and not is_users_model(config.model):
             what = f"model.name={config.model.name} takes samples of one length, and data.pad pads {name} to the longest of a pass"
             raise UserError(what, where, "a model of your own, hvdtrain.train(model=...); or model.name=gpt with task.name=language")
 

@@ -236,6 +236,7 @@ def _train(*words: str, data: Any = None, **given: Any) -> Callable[[], Any]:
 
 
 ROWS = {"x": sequence_jobs.rows()["x"], "y": np.zeros(50, np.int64)}
+PAIRS = sequence_jobs.rows()
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("task.name=language"), r"samples of tokens of .* have 1 to 23 rows"),
     (_train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}), "data.pad has 'token', and the data have x, y"),
@@ -245,6 +246,10 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("data.pad={y: 0, tokens: 0}"), r"data.pad has y of .*, which is an array \(50,\)"),
     (_train("data.pad={x: 0}", data=ROWS), "task.name=classification takes x of one length"),
     (_train("data.pad={x: 0}", data=ROWS, loss=sequence_jobs.loss_of_rows), "model.name=wide_resnet takes samples of one length"),
+    (_train("data.pad={x: 0, y: 0}", data=PAIRS, model=torch.nn.Linear(3, 1), loss=torch.nn.MSELoss()), "take the padding of y, 0, for"),
+    (_train("data.pad={x: 0, y: 0}", data=PAIRS, model=torch.nn.Linear(3, 1), loss=torch.nn.CrossEntropyLoss()), "take the padding of y"),
+    (_train("data.pad={x: 0, y: 0}", "task.name=regression", data=PAIRS, model=torch.nn.Linear(3, 1)), "takes [xy] of one length"),
+    (_train("data.pad={x: 0}", "task.name=regression", data=ROWS, model=torch.nn.Linear(3, 1)), "takes x of one length"),
     (
         _train("data.pad={x: 0}", "task.standardize=true", data=ROWS, model=torch.nn.Linear(3, 2), loss=sequence_jobs.loss_of_rows),
         "whose mean and deviation would be those of the padding too",
