@@ -26,7 +26,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source, bounded_alike
 from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_samples, shuffle_version
-from hvdtrain.data.source import LabelledImages, Padding, Source, Split, known_labels, notes_of, reads_in_process
+from hvdtrain.data.source import LabelledImages, Padding, Source, Split, foresight, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, divide, subset, without_fields
@@ -382,6 +382,9 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
         "validation samples": len(val),
         **{_FACT_NAMES.get(name, name + _OF_TASK): value for name, value in task.facts().items()},
         **digests(train, "training", config.seed),
+        **(
+            {} if (known := foresight(train)) is None else {"samples in a block of the training files": known.rows}
+        ),  # by which ranks divide
         **({} if datasets.draws is None else {"data.sample_weights": digest({"weights": datasets.draws.weights})}),
         **digests(val, "validation", config.seed),
     }

@@ -25,6 +25,7 @@ from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe, build_task
+from hvdtrain.training.datasets import data_facts, open_datasets
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.upcoming import Upcoming
 
@@ -226,6 +227,21 @@ def test_two_ranks_decode_fewer_blocks_where_each_has_its_own(tmp_path: Path) ->
                 assert source.read(share(progress))["y"].tolist() == share(progress).tolist()
             found[shuffle, rank] = source.samples.cache.decoded
     assert found[BlocksOfRanks(ROWS), 0] + found[BlocksOfRanks(ROWS), 1] < 0.9 * (found[None, 0] + found[None, 1]), found
+
+
+def test_ranks_whose_files_have_other_blocks_are_told(tmp_path: Path) -> None:
+    """They would divide a step by other blocks; the samples are the same."""
+    import h5py
+
+    found = []
+    for rows in (ROWS, 2 * ROWS):
+        words = [f"data.root={tmp_path}/a.h5" if word.startswith("data.root") else word for word in of_blocks(tmp_path)]
+        with h5py.File(tmp_path / "a.h5", "r+") as file:
+            del file["x"]
+            file.create_dataset("x", data=X, chunks=(rows, 4, 40), compression="gzip")
+        config = configure(None, [*words, "task.name=regression", "data.val_share=0.1", "model.name=mlp"])
+        found.append(data_facts(config, open_datasets(config)))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"samples in a block of the training files"}
 
 
 @needs_mpirun
