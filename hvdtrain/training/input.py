@@ -208,9 +208,11 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
         is_told = not self.cached_on_device and not config.servers.are_asynchronous and learner.readers is not None
-        known = foresight(source) if is_told and ranks_read_own_blocks(config) else None
-        ranks = 1 if known is None or learner.readers is None else learner.readers.size
+        known = foresight(source) if is_told else None
+        ranks = 1 if known is None or learner.readers is None or not ranks_read_own_blocks(config) else learner.readers.size
         self._shuffle: Shuffle | None = BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
+        window = block_shuffle(config.data)  # of which each block is decoded once, if they fit into memory: nothing has to be told
+        is_told = known is not None and (window is None or window.block * window.window > known.kept)
         self._upcoming = Upcoming(source, self._samples_of, self._following, ranks) if is_told else None
 
     def take(self, progress: Progress) -> StepInput:
@@ -295,7 +297,12 @@ class Prefetcher:
         return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._shuffle, self._lengths)
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
-        return np.concatenate([np.empty(0, np.int64), *(positions.samples for positions in self._positions(progress))])
+        """All that a step reads, in this order: samples, and what they are mixed with."""
+        found = [np.empty(0, np.int64)]
+        for samples, epochs in self._positions(progress):
+            partners = augment.partners_of(self._config.augment, self._config.seed, epochs, samples, self.samples)
+            found += [samples] if partners is None else [samples, partners]
+        return np.concatenate(found)
 
     def discard(self) -> None:
         """Forgets what was read ahead, as where other ranks read other samples from now on."""
