@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
+from hvdtrain.data.own.arrays import has_channels_first
 from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, field_of_facts, known_labels, known_stats
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
@@ -130,6 +131,9 @@ def several_inputs(build: Build, train: Source, val: Source, names: Iterable[str
     for name in names:
         field, other = train.fields[name], val.fields.get(name)
         refuse_nothing(name, field, where)
+        if is_image(field) and has_channels_first(field.shape):  # as files have them; arrays and samples of a user have been turned
+            what = f"{name} is {field}, and images are (H, W, C)"
+            raise UserError(what, where, f"write {name} with its channels last; or floats (C, H, W), which stay as they are")
         if other is None or (field.dtype, field.shape) != (other.dtype, other.shape):
             what = f"{name} is {field} in the training set, {other or 'missing'} in the validation set"
             raise UserError(what, where, "both sets need the same fields")

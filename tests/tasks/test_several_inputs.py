@@ -19,6 +19,8 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint import files
@@ -208,6 +210,19 @@ def test_a_field_that_nothing_uses_is_told_of(capsys: pytest.CaptureFixture[str]
 def test_what_does_not_fit_is_said_before_the_job(words: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         open_datasets(configure(None, [*words_of("regression"), *words.split()]))
+
+
+def test_images_with_their_channels_first_are_turned_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = two_inputs.fields()
+    turned = {**data, "image": data["image"].repeat(3, 3).transpose(0, 3, 1, 2)}
+    np.savez("train.npz", **turned)
+    np.savez("val.npz", **turned)
+    assert as_source(turned, "mine", "here").fields["image"] == Field("uint8", (6, 5, 3))
+    assert as_source(two_inputs.Flat(turned), "mine", "here", kept=("image",)).fields["image"] == Field("uint8", (6, 5, 3))
+    files_of_arrays = ["data.name=npz", "data.root=.", "data.fields={image: image, table: table, y: y}"]
+    with pytest.raises(UserError, match=r"image is uint8 \(3, 6, 5\), and images are \(H, W, C\)"):
+        open_datasets(configure(None, [*words_of("regression"), *files_of_arrays]))
 
 
 def test_data_that_do_not_fit_each_other_are_told_of() -> None:
