@@ -35,6 +35,7 @@ def test_known_names() -> None:
         "mlp",
         "convnet",
         "gpt",
+        "unet",
         "wide_resnet",
         *(f"resnet{d}" for d in (18, 34, 50, 101, 152)),
     }

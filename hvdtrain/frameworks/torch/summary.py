@@ -25,8 +25,9 @@ _SAMPLES = 2  # of the forward pass
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
     """Modules with parameters or operations of their own. Raises UserError where the model needs numbers to compute shapes."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Answered():
-            model = normed_model(config, task, SingleProcessCommunicator())
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with _Answered():  # not in the forward pass, whose shapes may depend on the numbers
+                model = normed_model(config, task, SingleProcessCommunicator())
             return _Calls(model, example(_SAMPLES, config, task, torch.empty(0))).rows()
     except UserError:
         raise
