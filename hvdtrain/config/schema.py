@@ -65,6 +65,13 @@ class DataConfig(OpenSection):
         description="length: of the samples of a step those of similar length come into one pass; or another field of data.pad, whose "
         "lengths count; default: they come in the order of the shuffle",
     )
+    pack: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**26,
+        description="rows of so many tokens, the samples of the job, into which the sequences of the field tokens are packed "
+        "(task.name=language, framework=torch; data of your own)",
+    )
     class_names: list[str] | None = Field(
         default=None, description="name of each class, by label; default: the data set's own (a job records them in config.yaml)"
     )

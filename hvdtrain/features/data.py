@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hvdtrain.config.schema import AugmentConfig, DataConfig
+from hvdtrain.config.section import is_object
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
 
@@ -76,6 +77,29 @@ def _one_length(job: PlannedJob) -> Iterator[UserError]:
 
 
 PAD = JobFeature(key="data.pad", on=lambda config: bool(config.data.pad), rules=(_one_length,))
+
+
+def _rows(job: PlannedJob) -> Iterator[UserError]:
+    """What is of samples that are single sequences, or of a model that gets tokens alone."""
+    config = job.config
+    if config.task.name != "language" and not is_object(config.task.name):  # a loss of a script is refused where its task is made
+        what = f"data.pack packs tokens for task.name=language, and this is task.name={config.task.name}"
+        yield UserError(what, job.where("data.pack"), "task.name=language, or leave data.pack out")
+    for key, is_on, why in (
+        ("data.pad", bool(config.data.pad), "a row has no sequence alone, which could be padded"),
+        ("data.bucket_by", config.data.bucket_by is not None, "all rows have one length"),
+        ("data.sample_weights", config.data.sample_weights is not None, "a row has several samples of the data"),
+        ("parallel.tensor", config.parallel.tensor > 1, "it cuts models that get tokens alone"),
+        ("parallel.pipeline", config.parallel.pipeline > 1, "it cuts models that get tokens alone"),
+        ("parallel.sequence", config.parallel.sequence, "it cuts models that get tokens alone"),
+        ("parallel.dense", config.parallel.dense != "none", "it cuts models that get tokens alone"),
+    ):
+        if is_on:
+            fix = f"leave {key} out, or data.pack"
+            yield UserError(f"{as_set(config, key)} does not go with data.pack: {why}", job.where(key), fix)
+
+
+PACK = JobFeature(key="data.pack", on=lambda config: config.data.pack is not None, rules=(_rows,))
 
 
 def _buckets(job: PlannedJob) -> Iterator[UserError]:

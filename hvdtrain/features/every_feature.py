@@ -77,6 +77,7 @@ FEATURES: tuple[JobFeature, ...] = (
     data.BLOCK_KEYS,
     data.SAMPLE_WEIGHTS,
     data.PAD,
+    data.PACK,
     data.BUCKETS,
     data.CROP,
     data.COLOURS,

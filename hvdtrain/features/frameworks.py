@@ -24,6 +24,7 @@ NOT_TORCH: dict[str, Supported] = {
     "speed.deterministic": Supported((False,), True),
     "data.resident": Supported((None, False), True),
     "data.pad": Supported(({},), '{"tokens":0}'),
+    "data.pack": Supported((None,), 64),
     "comm.compression": Supported(("none",), "fp16"),
     "comm.op": Supported(("mean",), "adasum"),
     "comm.local_steps": Supported((1,), 2),

@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
 from hvdtrain.data.source import Field, Source, field_of_facts
 from hvdtrain.errors import UserError
@@ -32,6 +33,7 @@ class Language:
 
     tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
     ignore: int | None = None
+    packed: bool = False  # windows have several sequences each, as their segments say: none is predicted from another one
 
     name = "language"
     metrics = (
@@ -45,6 +47,8 @@ class Language:
     @property
     def fields(self) -> dict[str, Field]:
         padding = self.tokens.padding
+        if self.packed:
+            return segment_fields(self.tokens)
         return {"tokens": self.tokens} if padding is None else padded_fields("tokens", self.tokens, padding)
 
     @property
@@ -64,21 +68,26 @@ class Language:
     @property
     def summary(self) -> str:
         padding = "" if self.ignore is None else f", token {self.ignore} is padding"
+        if self.packed:
+            return f"packed rows of {self.context + 1:,} tokens below {self.tokens.values:,}{padding}"
         windows = "windows of" if self.mask is None else "sequences of at most"
         return f"{windows} {self.context:,} tokens below {self.tokens.values:,}{padding}"
 
     @property
     def sample_weight(self) -> int | None:
-        return self.context if self.ignore is None and self.mask is None else None
+        return self.context if self.ignore is None and self.mask is None and not self.packed else None
 
     def weight(self, batch: Batch) -> int:
         """The tokens that are predicted."""
         targets = batch["tokens"][:, 1:]
         counts = np.ones(targets.shape, bool) if self.mask is None else batch[self.mask][:, 1:]
+        if self.packed:
+            segments = batch[SEGMENTS]
+            counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         return int(np.count_nonzero(counts if self.ignore is None else counts & (targets != self.ignore)))
 
     def facts(self) -> dict[str, Any]:
-        return {"tokens": self.tokens.facts(), "ignore": self.ignore}
+        return {"tokens": self.tokens.facts(), "ignore": self.ignore, **({"packed": True} if self.packed else {})}
 
     def outputs(self, samples: int) -> str:
         return f"logits {(samples, self.context, self.tokens.values)}"
@@ -90,7 +99,7 @@ class Language:
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchLanguage
 
-        return TorchLanguage(self.ignore, model.label_smoothing, self.mask)
+        return TorchLanguage(self.ignore, model.label_smoothing, self.mask, self.packed)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxLanguage
@@ -115,7 +124,8 @@ def build(name: str, train: Source, val: Source, where: str, users_model: bool =
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}", where, "one of them, or leave it out")
-    return Language(fields[0]._replace(values=vocabulary), ignore)  # of padded sequences both sets have the longest of either
+    tokens = fields[0]._replace(values=vocabulary)  # of padded sequences both sets have the longest of either
+    return Language(tokens, ignore, is_packed(train.fields))
 
 
 def restore(facts: dict[str, Any]) -> Language:
@@ -126,4 +136,4 @@ def restore(facts: dict[str, Any]) -> Language:
         raise ValueError("impossible windows or vocabulary")
     if not (ignore is None or (type(ignore) is int and 0 <= ignore < vocabulary)):
         raise ValueError("impossible ignore")
-    return Language(tokens, ignore)
+    return Language(tokens, ignore, facts.get("packed") is True)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
@@ -227,12 +228,14 @@ class CutLogits(Protocol):
 class TorchLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
-    def __init__(self, ignore: int | None, smoothing: float, mask: str | None = None) -> None:
+    def __init__(self, ignore: int | None, smoothing: float, mask: str | None = None, packed: bool = False) -> None:
         self._ignore, self._smoothing, self._mask = ignore, smoothing, mask
+        self.by_name = (TOKENS, SEGMENTS) if packed else ()  # inputs that a model has to take by their names
 
-    def inputs(self, batch: Tensors) -> torch.Tensor:
-        """int64 (n, T)"""
-        return batch["tokens"][:, :-1].long()
+    def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
+        """int64 (n, T), and the segments of packed rows by name."""
+        tokens = batch["tokens"][:, :-1].long()
+        return {TOKENS: tokens, SEGMENTS: batch[SEGMENTS][:, :-1]} if self.by_name else tokens
 
     def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:
         if not hasattr(outputs, "cross_entropy"):  # else CutLogits, which is a tuple too
@@ -242,6 +245,9 @@ class TorchLanguage:
             targets = targets.masked_fill(targets == self._ignore, _NONE)
         if self._mask is not None:
             targets = targets.masked_fill(~batch[self._mask][:, 1:], _NONE)
+        if self.by_name:
+            segments = batch[SEGMENTS]
+            targets = targets.masked_fill((segments[:, 1:] != segments[:, :-1]) | (segments[:, 1:] == 0), _NONE)
         smoothing = self._smoothing if training else 0.0
         if isinstance(outputs, torch.Tensor):
             loss = functional.cross_entropy(

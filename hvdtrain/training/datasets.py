@@ -25,6 +25,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source, bounded_alike
+from hvdtrain.data.packed import PADDING, packed
 from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Padding, Source, Split, foresight, known_labels, notes_of, reads_in_process
 from hvdtrain.data.stored.source import read_by, stored_in
@@ -63,7 +64,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
 
     Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
     """
-    train, val = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
+    sources = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
+    train, val = _packed(config, sources.train, "training"), _packed(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
     if (files := stored_in(train)) is not None:
         files.read_together(Ranks(ranks.rank, ranks.size, ranks.allreduce))
@@ -147,6 +149,9 @@ def _check_reading(config: Config, *sources: Source) -> None:
 def _check_lengths(config: Config, train: Source, task: Task) -> None:
     """Raises UserError where samples of different lengths come to a task or a model that takes those of one."""
     where, named = config.where("data.pad"), task.name
+    if config.data.pack is not None and not isinstance(task, Language):
+        what = "data.pack packs tokens for task.name=language, and this job has a loss of a script"
+        raise UserError(what, config.where("data.pack"), "task.name=language without a loss; or data.pad={tokens: 0}, and the loss")
     several = () if (transforms := transforms_of(task)) is None else transforms.each
     for name, field in train.fields.items():
         if field.padding is None or field.is_mask or name not in task.fields:
@@ -167,8 +172,15 @@ def build_source(config: Config, split: Split, codebook: CommonCodebook | None =
     """
     codebook = codebook or CommonCodebook(SingleProcessCommunicator())
     if config.data.val_share is not None:
-        return getattr(_divided(config, config.data.val_share, codebook), split)
-    return _open(config, split, codebook)
+        source = getattr(_divided(config, config.data.val_share, codebook), split)
+    else:
+        source = _open(config, split, codebook)
+    return _packed(config, source, "training" if split == "train" else "validation")
+
+
+def _packed(config: Config, source: Source, name: str) -> Source:
+    """The set in rows of data.pack tokens. Raises UserError as packed()."""
+    return source if config.data.pack is None else packed(source, config.data.pack, name, config.where("data.pack"))
 
 
 def _divided(config: Config, val_share: float, codebook: CommonCodebook) -> Division:
@@ -208,9 +220,10 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     """A set as the plugin of data.name gives it. Raises UserError."""
     if plugins.is_users_own(config.data):
         return _open_own(config, split)
-    if config.data.pad:
-        what = f"data.pad is of data of your own whose samples have different lengths; those of data.name={config.data.name} have one"
-        raise UserError(what, config.where("data.pad"), "leave it out; or a torch Dataset, or a dict with a list of arrays")
+    if config.data.pad or config.data.pack is not None:
+        key = "data.pad" if config.data.pad else "data.pack"
+        what = f"{key} is of data of your own whose samples have different lengths; those of data.name={config.data.name} have one"
+        raise UserError(what, config.where(key), "leave it out; or a torch Dataset, or a dict with a list of arrays")
     make = _plugin(config).build
     options = plugins.convert_options(config.data, "data/datasets")
     _check_workers(config, make, options)
@@ -257,11 +270,13 @@ def _open_own(config: Config, split: Split) -> Source:
 
 
 def padding_of(config: Config) -> dict[str, Padding]:
-    """What data.pad and data.mask say. Raises UserError where they do not fit each other."""
+    """What data.pad and data.mask say; with data.pack that of its tokens. Raises UserError where they do not fit each other."""
     pad, masks = config.data.pad, config.data.mask
     if other := next((name for name in masks if name not in pad), None):
         what = f"data.mask names the mask of {other}, which data.pad does not have"
         raise UserError(what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out")
+    if config.data.pack is not None:
+        return dict(PADDING)
     return {name: Padding(value, masks.get(name, f"{name}_mask")) for name, value in pad.items()}
 
 

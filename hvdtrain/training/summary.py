@@ -269,6 +269,8 @@ def _shuffle(config: Config) -> str:
 def _padded(config: Config) -> str:
     """How samples of different lengths come together."""
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
+    if config.data.pack is not None:
+        return f"packed into rows of {config.data.pack:,} tokens, "
     return f"padded to the longest of each pass{by}, " if config.data.pad else ""
 
 

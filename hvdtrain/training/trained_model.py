@@ -16,6 +16,7 @@ from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
 from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, check_numbers
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
@@ -219,7 +220,7 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
 
     Raises UserError where that is nothing that as_source() knows, or does not fit the fields.
     """
-    only = next(iter(fields)) if len(fields) == 1 else None
+    only = next(iter(fields)) if len(fields) == 1 or is_packed(fields) else None
     if only is not None and is_array(given):
         columns = [column for column in getattr(given, "columns", ()) if str(column) not in TARGETS]
         given = {only: given[columns].to_numpy() if columns else given}
@@ -229,6 +230,9 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
     padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
     kept = () if "x" in fields else tuple(fields)
+    if is_packed(fields):
+        source = as_source(given, name, where, workers, kept, PADDING)
+        return AskedSource(each_alone(source, fields[TOKENS].shape[0], where), fields, where)
     return AskedSource(as_source(given, name, where, workers, kept, padding), fields, where)
 
 

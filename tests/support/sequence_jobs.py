@@ -154,11 +154,13 @@ def on_ranks(folder: str) -> int:
     return 0
 
 
-def by_hand(model: nn.Module, loss: Callable[[nn.Module, int], tuple[torch.Tensor, int]]) -> dict[str, np.ndarray]:
+def by_hand(
+    model: nn.Module, loss: Callable[[nn.Module, int], tuple[torch.Tensor, int]], samples: int = SAMPLES, batch: int = BATCH
+) -> dict[str, np.ndarray]:
     """The weights after STEPS steps of the mean over each batch, where loss(model, sample) is a sum and the weight of it."""
     model = copy.deepcopy(model)
     for step in range(STEPS):
-        drawn = positions_of_rank(step * BATCH, BATCH, 0, 1, SAMPLES, 5).samples
+        drawn = positions_of_rank(step * batch, batch, 0, 1, samples, 5).samples
         found = [loss(model, int(sample)) for sample in drawn]
         total = torch.stack([one for one, _ in found]).sum() / sum(weight for _, weight in found)
         gradients = torch.autograd.grad(total, list(model.parameters()))

@@ -23,7 +23,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
-from hvdtrain.frameworks.torch.call import Called, call, shapes_of
+from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
 from hvdtrain.frameworks.torch.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
@@ -131,6 +131,7 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         batch = zeros(count, task, first)
         inputs = part.inputs(batch)
+        _check_names(model, part, where)
         kind = "images" if isinstance(inputs, torch.Tensor) and inputs.ndim == 4 else "inputs"
         try:
             with torch.no_grad():
@@ -150,6 +151,14 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
             _check_loss(part, outputs, batch, config, task)
     if isinstance(task, (OwnLoss, Measured)) and first.device.type != "meta":
         _check_functions(model, part, task, first)
+
+
+def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
+    """Raises UserError where forward() lacks a parameter of an input that a model has to take by its name."""
+    names = getattr(part, "by_name", ())
+    if not takes_by_name(model, names):
+        what = f"forward() of {type(model).__name__} has no parameters {' and '.join(names)}, and the job gives it these"
+        raise UserError(what, where, f"def forward(self, {', '.join(names)}), with regard to each; or model.name=gpt")
 
 
 def _check_functions(model: torch.nn.Module, part: Part, task: OwnLoss | Measured, like: torch.Tensor) -> None:

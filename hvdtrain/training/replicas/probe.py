@@ -86,7 +86,7 @@ def _probe_field(field: Field, samples: int) -> np.ndarray:
     """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to 1."""
     values, dtype = samples * math.prod(field.shape), np.dtype(field.dtype)
     if field.is_mask:
-        return np.ones((samples, *field.shape), bool)
+        return np.ones((samples, *field.shape), dtype)
     if dtype == np.uint8 and not field.values:
         words = fold(np.arange(-(-values // 8), dtype=np.uint64)).astype("<u8")
         return words.view(np.uint8)[:values].reshape(samples, *field.shape)

@@ -49,13 +49,12 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(residual_dropout)
 
-    def forward(self, x: torch.Tensor, cache: KeysAndValues | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KeysAndValues | None, seen: torch.Tensor | None = None) -> torch.Tensor:
         inputs = self.inputs(x)  # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
         n, m, _ = inputs.shape
         heads = inputs.shape[2] // (3 * self.head_size)  # with tensor parallelism those of this rank
         queries, keys, values = (part.view(n, m, heads, -1).transpose(1, 2) for part in inputs.chunk(3, 2))
         dropout = self.attention_dropout if self.training else 0.0
-        seen = None
         if cache is not None:
             first = cache.length
             keys, values = (
@@ -79,8 +78,9 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(residual_dropout)
 
-    def forward(self, x: torch.Tensor, cache: KeysAndValues | None = None) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), cache)
+    def forward(self, x: torch.Tensor, cache: KeysAndValues | None = None, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """seen: bool (n, 1, m, m), the positions that each one looks at; None: itself and all before it."""
+        x = x + self.attention(self.norm1(x), cache, seen)
         return x + self.dropout(self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")))
 
     def next(self, x: torch.Tensor, cache: KeysAndValues) -> torch.Tensor:
@@ -128,8 +128,14 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: torch.Tensor, cache: list[KeysAndValues] | None = None) -> torch.Tensor:
-        """With the cache of empty_cache() the positions after those that it holds, which are computed once: only `tokens` are new."""
+    def forward(self, tokens: torch.Tensor, cache: list[KeysAndValues] | None = None, segments: torch.Tensor | None = None) -> torch.Tensor:
+        """With the cache of empty_cache() the positions after those that it holds, which are computed once: only `tokens` are new.
+
+        segments: int64 (n, m), equal for the tokens of one sequence of several in a row (data.pack), each as if it were alone.
+        """
+        if segments is not None:
+            assert cache is None
+            return self._of_segments(tokens, segments)
         first = cache[0].length if cache else 0
         m = tokens.shape[1]
         assert first + m <= self.context, (first, m, self.context)
@@ -138,6 +144,17 @@ class GPT(nn.Module):
         x = self._embed(tokens, first)
         for layer, block in enumerate(self.blocks):
             x = block(x, cache[layer] if cache else None)
+        return self._logits(x)
+
+    def _of_segments(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        """forward() of rows with several sequences: positions count from the first token of each, which looks at none of the others."""
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        begins = functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+        positions = at - torch.where(begins, at, 0).cummax(1).values  # (n, m)
+        seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[:, None]  # (n, 1, m, m)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x, None, seen)
         return self._logits(x)
 
     def pipeline_units(self) -> list[Unit]:

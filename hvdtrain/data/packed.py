@@ -1,0 +1,165 @@
+"""Sequences of different lengths, several of them in one row of tokens: data.pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.data.ragged import LEAST, Ragged, mask_of
+from hvdtrain.data.source import AroundSource, Field, Foresight, Padding, Source, check_indices, known_lengths, notes_of, read_in_epochs
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+TOKENS, SEGMENTS = "tokens", "segments"
+PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, SEGMENTS)}  # of the sequences before they are packed
+_OPEN = 64  # rows with room, of which a sequence goes into the first that has enough: a set of millions is packed in seconds
+
+
+def is_packed(fields: Mapping[str, Field]) -> bool:
+    """Whether the fields are those of PackedRows: segments say which tokens are real, and to which sequence each belongs."""
+    return SEGMENTS in fields and fields[SEGMENTS].is_mask and fields[SEGMENTS].dtype == "int64"
+
+
+def segment_fields(tokens: Field) -> dict[str, Field]:
+    """The fields of packed rows of these tokens."""
+    return {TOKENS: tokens, SEGMENTS: Field("int64", tokens.shape[:1], padding=Padding(0, ""))}
+
+
+def first_fit(lengths: np.ndarray, length: int) -> Ragged:
+    """The sequences of each row, int64, of which none has more than `length` tokens in all.
+
+    In their order each goes into the first of the 64 newest rows with room for it, else into a new one (first-fit, Johnson et al. 1974, but
+    for the bound on the rows that are looked at). Sequences of less than two tokens, in which nothing is predicted, are in none.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[list[int]] = []
+    room: list[int] = []  # of each open row
+    for sequence, size in enumerate(lengths.tolist()):
+        if size < LEAST:
+            continue
+        at = next((number for number, tokens in enumerate(room) if tokens >= size), len(room))
+        if at == len(room):
+            rows.append([])
+            open_rows, room = [*open_rows[-_OPEN + 1 :], rows[-1]], [*room[-_OPEN + 1 :], length]
+            at = len(room) - 1
+        open_rows[at].append(sequence)
+        room[at] -= size
+        if room[at] < LEAST:
+            del open_rows[at], room[at]
+    edges = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return Ragged(np.array([sequence for row in rows for sequence in row], np.int64), edges)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows(AroundSource):
+    """A source whose samples are rows of `length` tokens, in which sequences of another source lie one after the other.
+
+    segments, int64 (length,): 1, 2, ... for the tokens of the first sequence of a row, the second, ...; 0 for the padding behind them.
+    """
+
+    source: Source  # whose field tokens has sequences of different lengths
+    rows: Ragged  # the sequences of each row
+    lengths: np.ndarray  # int64, of every sequence
+    length: int
+    note: str = ""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        tokens = self.source.fields[TOKENS]
+        return segment_fields(tokens._replace(shape=(self.length, *tokens.shape[1:]), padding=None, ignored=None))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """Raises UserError where a sequence has another length than at the start of the job."""
+        sequences, row, segment = self._members(indices)
+        return self._packed(self.source.read(sequences), len(indices), sequences, row, segment)
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        sequences, row, segment = self._members(indices)
+        return self._packed(read_in_epochs(self.source, sequences, epochs[row], seed), len(indices), sequences, row, segment)
+
+    def _members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sequences of these rows, int64 (m,), in which of them each lies, and its number there from 1 on."""
+        check_indices(indices, len(self))
+        counts = self.rows.lengths[indices]
+        mask = mask_of(counts, int(counts.max(initial=0)))
+        row, at = np.nonzero(mask)
+        return self.rows.padded(indices, mask.shape[1], -1)[mask], row, at + 1
+
+    def _packed(self, batch: Batch, samples: int, sequences: np.ndarray, row: np.ndarray, segment: np.ndarray) -> Batch:
+        tokens, mask = batch[TOKENS], batch[self._mask]
+        lengths = self.lengths[sequences]
+        if len(wrong := np.flatnonzero(mask.sum(1) != lengths)):
+            what = f"sequence {sequences[wrong[0]]} has {mask[wrong[0]].sum()} tokens now, and had {lengths[wrong[0]]} when it was packed"
+            raise UserError(what, "data.pack", "sequences that keep their lengths; or data.pad={tokens: 0} in the place of data.pack")
+        real = mask_of(np.bincount(row, lengths, samples).astype(np.int64), self.length)
+        found = {TOKENS: np.zeros(real.shape, tokens.dtype), SEGMENTS: np.zeros(real.shape, np.int64)}
+        found[TOKENS][real], found[SEGMENTS][real] = tokens[mask], np.repeat(segment, lengths)
+        return found
+
+    @property
+    def _mask(self) -> str:
+        padding = self.source.fields[TOKENS].padding
+        assert padding is not None
+        return padding.mask
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return {**self.source.digests(seed), "rows": f"{self.length} tokens"}
+
+    def identity(self) -> dict[str, str]:
+        return {**self.source.identity(), "rows": f"{self.length} tokens"}
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return None
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        return None
+
+    @property
+    def foresight(self) -> Foresight | None:
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*notes_of(self.source), *[self.note][: bool(self.note)])
+
+
+def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
+    """The sequences of a source in rows of `length` tokens; name: of the set, for the header.
+
+    Raises UserError where one is longer, none has two tokens, or their lengths are not known.
+    """
+    lengths = _lengths(source, length, where, "data.pack={longest}, or cut the longer ones")
+    rows = first_fit(lengths, length)
+    if not len(rows):
+        raise UserError(f"no {name} sequence has two tokens: nothing is predicted", where, "sequences of two tokens or more")
+    used = lengths[rows.values]
+    share = used.sum() / (len(rows) * length)
+    note = f"{name}: {len(used):,} sequences in {len(rows):,} rows of {length:,} tokens, {share:.1%} of which are real"
+    if len(used) < len(lengths):
+        note += f"; {len(lengths) - len(used):,} sequences of less than two tokens are left out"
+    return PackedRows(source, rows, lengths, length, note)
+
+
+def each_alone(source: Source, length: int, where: str) -> PackedRows:
+    """The source with one sequence in each row: what a trained model is asked of. Raises UserError where one is longer."""
+    lengths = _lengths(source, length, where, f"sequences of at most {length} tokens")
+    return PackedRows(source, Ragged(np.arange(len(source)), np.arange(len(source) + 1)), lengths, length)
+
+
+def _lengths(source: Source, length: int, where: str, fix: str) -> np.ndarray:
+    lengths = known_lengths(source, TOKENS)
+    if lengths is None:
+        what = "the lengths of the sequences are known only when they are read"
+        raise UserError(what, where, "data.pad={tokens: 0} in the place of data.pack; or known_lengths('tokens') of the source")
+    if len(longer := np.flatnonzero(lengths > length)):
+        what = f"sequence {longer[0]} has {lengths[longer[0]]:,} tokens, and a row has {length:,}"
+        raise UserError(what, where, fix.format(longest=lengths.max()))
+    return lengths
