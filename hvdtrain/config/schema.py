@@ -376,7 +376,7 @@ class OptimConfig(OpenSection):
     @classmethod
     def _default_decay(cls, tree: Any) -> Any:
         """None where a class of the user's may have its own."""
-        if not isinstance(tree, dict) or tree.get("weight_decay") is not None or "." in str(tree.get("name", "")):
+        if not isinstance(tree, dict) or tree.get("weight_decay") is not None or {".", ":"} & set(str(tree.get("name", ""))):
             return tree
         return tree | {"weight_decay": 0.0}
 

@@ -106,7 +106,7 @@ GROUPS = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} has one rate for all parameters",
+            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} is made by a class or function of yours, or torch's",
             where="optim.groups",
             fix="a name of `list` for optim.name, or leave optim.groups out",
             why="a class of torch.optim has one rate for all parameters",

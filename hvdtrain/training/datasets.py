@@ -100,13 +100,22 @@ def draws_of(config: Config, train: Source) -> WeightedDraws | None:
     if asked is None:
         return None
     if not is_object(asked):
-        return WeightedDraws(read_weights(train, asked, plugins.convert_options(config.task, "tasks").get("ignore_label"), where))
+        return WeightedDraws(read_weights(train, asked, _ignored_label(config), where))
     given = None if config.data.given is None else config.data.given.objects.get("sample_weights")
     if given is None:
         raise UserError(
             "data.sample_weights is an array of a script, and only that script has it", where, "hvdtrain.train(sample_weights=)"
         )
     return WeightedDraws(checked_weights(np.asarray(given), len(train), where))
+
+
+def _ignored_label(config: Config) -> int | None:
+    """The label of samples without a class: of the task, or of a loss of torch that a script gives; None where there is none."""
+    if not plugins.is_dotted(config.task.name):
+        found: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
+        return found
+    objects = {} if config.task.given is None else config.task.given.objects
+    return getattr(objects.get("loss"), "ignore_index", None)
 
 
 def evaluated_part(config: Config, val: Source) -> Source:
@@ -426,7 +435,7 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     if config.data.shuffle == "blocks":
         version = f"{BLOCKS_VERSION} {config.data.shuffle_block} x {config.data.shuffle_window}"
     if datasets.draws is not None:
-        version = f"weights-1 {digest({'weights': datasets.draws.weights})}"
+        version = f"data.sample_weights {digest({'weights': datasets.draws.weights})}"
     if version is not None:
         data["shuffle"] = version
     return {"seed": config.seed, "data": data}

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import stored_data
+import torch
 import weighted_jobs
 from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
+from hvdtrain.config.read import configure
+from hvdtrain.config.section import Given
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.sampler import WeightedDraws, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import NamedArrays, Padding
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import draws_of
 from hvdtrain.training.sample_weights import read_weights
 
 
@@ -79,7 +83,7 @@ def test_a_job_is_the_same_on_ranks_and_resumed_on_another_number(tmp_path: Path
     for key in field:
         np.testing.assert_allclose(resumed[key], field[key], rtol=0, atol=1e-12)
     assert np.abs(field["fc.weight"] - classes["fc.weight"]).max() > 1e-3
-    with pytest.raises(UserError, match=r"another data.shuffle: 'weights-1 \w+', this job has 'weights-1"):
+    with pytest.raises(UserError, match=r"another data.shuffle: 'data.sample_weights \w+', this job has 'data.sample_weights"):
         weighted_jobs.trained(tmp_path / "field", "balanced", "stop.steps=12")
     with pytest.raises(UserError, match="another data.shuffle"):
         weighted_jobs.trained(tmp_path / "field", None, "stop.steps=12", "data.sample_weights=null")
@@ -152,3 +156,21 @@ def test_mistakes_are_told(job: Callable[[], Any], text: str, tmp_path: Path, mo
     with pytest.raises(UserError, match=text) as caught:
         job()
     assert caught.value.fix
+
+
+def test_weights_with_a_loss_of_a_script(tmp_path: Path) -> None:
+    """A field as an array; classes without the label that a loss of torch ignores."""
+    data = weighted_jobs.data()
+    nets = [torch.nn.Linear(4, 2, dtype=torch.float64) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net, weights in zip(nets, ("weight", data["weight"]), strict=True):
+        words = ["stop.steps=3", *weighted_jobs.JOB[1:], f"run={tmp_path / type(weights).__name__}"]
+        loss = torch.nn.CrossEntropyLoss()
+        hvdtrain.train({}, *words, model=net, loss=loss, train_data=data, val_data=data, sample_weights=weights)
+    assert torch.equal(nets[0].weight, nets[1].weight)
+    data["y"][5] = 1
+    config = configure(None, ["data.sample_weights=balanced"])
+    given = Given("<object of here:loss>", len, {"loss": torch.nn.CrossEntropyLoss(ignore_index=1)})
+    config = config.replace(task=config.task.replace(name=given.name).with_given(given))
+    draws = draws_of(config, NamedArrays(data))
+    assert draws is not None and set(draws.weights[data["y"] == 1]) == {0.0}

@@ -167,3 +167,34 @@ def test_a_class_follows_the_momentum_of_a_cycle(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Adagrad has no momentum") as caught:
         job(tmp_path / "other", "torch.optim.Adagrad", *cycle)
     assert caught.value.where.startswith("recipe.cycle_momentum")
+
+
+class Strong(torch.optim.SGD):
+    """With a decay of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.5) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("named", ["test_own_groups:Strong", Strong])
+def test_a_class_keeps_its_own_decay(named: Any, tmp_path: Path) -> None:
+    found = job(tmp_path / "run", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none")
+    other = job(tmp_path / "other", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none", "optim.weight_decay=0.5")
+    without = job(tmp_path / "without", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none", "optim.weight_decay=0")
+    assert all((found[name] == array).all() for name, array in other.items())
+    assert not all((found[name] == array).all() for name, array in without.items())
+
+
+def test_a_run_folder_is_resumed_by_the_same_script(tmp_path: Path) -> None:
+    straight = job(tmp_path / "straight", by_depth, "stop.steps=6")
+    job(tmp_path / "run", by_depth, "stop.steps=3")
+    model = net()
+    words = [f"resume={tmp_path / 'run'}", "stop.steps=6"]
+    hvdtrain.train({}, *words, model=model, optimizer=by_depth, train_data=DATA, val_data=DATA)
+    assert all((model.state_dict()[name] == array).all() for name, array in straight.items())
+
+
+def test_what_a_function_raises_has_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fails: ZeroDivisionError") as caught:
+        job(tmp_path / "run", lambda named: 1 / 0, "stop.steps=1")
+    assert "test_own_groups.py" in caught.value.where

@@ -183,8 +183,16 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
             same = "the loss and metrics that the run began with" if name.startswith(_OF_OBJECTS) else _OF_CONFIG
             fix = f"give {same}; or start another job: run=ANOTHER resume=no"
-            what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
+            before, now = _first_difference(theirs.get(name), value)
+            what = f"the checkpoint has another {name}: {before!r:.80}, this job has {now!r:.80}"
             raise UserError(what, str(found.folder), fix)
+
+
+def _first_difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
+    """The first entries that differ, of lists in lists of the same length, and what else is there whole."""
+    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours) and len(repr(theirs)) > 80:
+        return next((_first_difference(a, b) for a, b in zip(theirs, ours, strict=True) if a != b), (theirs, ours))
+    return theirs, ours
 
 
 def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from hvdtrain.config.plugins import fix_of_parameters
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
+from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 
 OWN_KEYS = {"params", "excluded", "follow", "construction"}  # of a user's parameter groups
@@ -76,7 +77,13 @@ def construct_groups(function: Callable[..., Any], named: list[tuple[str, torch.
     except TypeError as error:
         what = f"{config.optim.name}{signature} does not fit: {error}"
         raise UserError(what, where, fix_of_parameters(config.optim, signature)) from error
-    optimizer = function(*bound.args, **bound.kwargs)
+    try:
+        optimizer = function(*bound.args, **bound.kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{config.optim.name} fails: {type(error).__name__}: {error}"
+        raise UserError(what, f"{where}; {own_line(error)}", "a function of `named` that makes an optimizer") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"{config.optim.name} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         raise UserError(what, where, 'def make(named): return torch.optim.AdamW([{"params": [...], "lr": 1e-3}, ...])')
@@ -99,7 +106,7 @@ def _check_own_groups(config: Config) -> None:
         what = f"{config.optim.name} makes groups with rates of their own, which optim.base_lr multiplies"
         raise UserError(what, config.where("optim.name"), "optim.base_lr=1")
     for key in ("weight_decay", "momentum", "exclude"):
-        if config.optim.origin(key) != DEFAULT:
+        if config.optim.origin(key) != DEFAULT and getattr(config.optim, key) != type(config.optim).model_fields[key].default:
             what = f"{config.optim.name} makes groups with a {key} of their own: optim.{key} would be without effect"
             raise UserError(what, config.where(f"optim.{key}"), f"leave optim.{key} out, and say it in the groups")
     if config.recipe.cycle_momentum:
@@ -113,6 +120,9 @@ def _check_own_groups(config: Config) -> None:
 
 def _check_all_are_there(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]], where: str) -> None:
     has = {p for group in optimizer.param_groups for p in group["params"]}
+    if not has & {p for _, p in named}:
+        what = "the optimizer has none of the parameters it was given: hvdtrain trains a copy of a script's model"
+        raise UserError(what, where, "those of `named`, a list of (name, parameter)")
     if left_out := [name for name, p in named if p not in has]:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         what = f"the optimizer lacks {left_out[0]}{more}, which would be trained"
