@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.metrics import Parts
+from hvdtrain.data.source import Padding
 from hvdtrain.errors import UserError
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, Any]]  # (outputs, batch) -> (preds, target)
@@ -51,6 +52,13 @@ class _Library:
             self._metric.set_dtype(tensors[0].double().dtype)
         self._metric.sync_on_compute = False  # ranks are put together here, whatever torch.distributed has started
         self._metric.reset()
+
+    def refuse_padding(self, padding: Padding) -> None:
+        """Raises UserError where it would compare outputs with targets that are padding."""
+        if self._inputs is None and getattr(self._metric, "ignore_index", None) != padding.value:
+            what = f"metric {self.name}: {self.kind} would take the padding of y, {padding.value:g}, for targets"
+            of_real = f"lambda outputs, batch: (outputs[batch[{padding.mask!r}]], batch['y'][batch[{padding.mask!r}]])"
+            raise UserError(what, self.where, f'ignore_index of that value; or (metric, "max", {of_real})')
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -105,6 +113,7 @@ class SumsOfMetric:
         """metric: one that has_sums_alone(). Raises UserError for one without states."""
         self._library = _Library(name, metric, inputs, where)
         self._defaults = {state: value.double().clone() for state, value in self._library.defaults.items()}
+        self.refuse_padding = self._library.refuse_padding
 
     @property
     def length(self) -> int:
@@ -142,6 +151,7 @@ class PartsOfMetric:
         """Raises UserError for a metric without states, and for a state that a function of the metric's own puts together."""
         self._library = _Library(name, metric, inputs, where)
         self._reductions = {state: _reduction(function) for state, function in metric._reductions.items()}
+        self.refuse_padding = self._library.refuse_padding
         self._last: tuple[weakref.ref[Parts], float] | None = None  # compute() is called several times for one evaluation
         own = {state: found for state, found in self._reductions.items() if found not in _KNOWN}
         if own:

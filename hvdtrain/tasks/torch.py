@@ -233,8 +233,10 @@ class TorchLanguage:
         self.by_name = (TOKENS, SEGMENTS) if packed else ()  # inputs that a model has to take by their names
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
-        """int64 (n, T), and the segments of packed rows by name."""
+        """int64 (n, T), and the segments of packed rows by name; padding below 0 is no token, and a model gets 0 there."""
         tokens = batch["tokens"][:, :-1].long()
+        if self._mask is not None:
+            tokens = tokens.masked_fill(~batch[self._mask][:, :-1] & (tokens < 0), 0)
         return {TOKENS: tokens, SEGMENTS: batch[SEGMENTS][:, :-1]} if self.by_name else tokens
 
     def each(self, outputs: torch.Tensor | CutLogits, batch: Tensors, training: bool) -> Each:

@@ -15,6 +15,7 @@ from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts, known_labels
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
+from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
 from hvdtrain.tasks.task import Part, Place, Task, find_field, gathered, is_users_model
 from hvdtrain.tasks.user_functions import WHERE, GatheredMetric, Loss, OwnMetric, UserMetrics, is_torch_module, of_parts, summed
 
@@ -236,8 +237,9 @@ class Measured:
 def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> Task:
     """The task with metrics; examples: some samples, to try the functions with.
 
-    Raises UserError where a name is the task's, or the objective is no metric.
+    Raises UserError where a name is the task's, a metric of a library would count padding, or the objective is no metric.
     """
+    _refuse_padded_targets(task, metrics)
     taken = {metric.name for metric in task.metrics}
     if both := taken & metrics.keys():
         raise UserError(f"task.name={task.name} has a metric {min(both)} of its own", WHERE, "another name")
@@ -247,6 +249,13 @@ def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: 
     if not metrics and objective in (None, task.objective):
         return task
     return cast("Task", Measured(task, metrics, objective, examples))
+
+
+def _refuse_padded_targets(task: Task, metrics: UserMetrics) -> None:
+    padding = y.padding if (y := task.fields.get("y")) is not None else None
+    for metric in metrics.values():
+        if padding is not None and isinstance(metric.function, (SumsOfMetric, PartsOfMetric)):
+            metric.function.refuse_padding(padding)
 
 
 def _metric(name: str, own: OwnMetric | GatheredMetric) -> Metric:

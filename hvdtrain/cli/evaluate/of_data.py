@@ -12,7 +12,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, known_lengths
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.several_inputs import restore_inputs, transforms_of, with_several_inputs
 from hvdtrain.tasks.task import Task, is_users_model
@@ -37,17 +37,24 @@ class AskedData(NamedTuple):
 
 
 def predict_data(
-    rank: Rank, data: AskedData, which: str, of: Callable[[np.ndarray, TrainedModel], np.ndarray] = lambda outputs, model: outputs
+    rank: Rank,
+    data: AskedData,
+    which: str,
+    of: Callable[[np.ndarray, TrainedModel, np.ndarray | None], np.ndarray] = lambda outputs, model, lengths: outputs,
 ) -> tuple[TrainedModel, np.ndarray]:
     """What checkpoint `which` of the run says: of() the outputs of each sample (n, ...), in the order of the data, on every rank.
+
+    lengths: how many tokens samples have that are padded, int64 (n,); else None.
 
     Every rank calls it. Raises UserError where the data do not fit the model.
     """
     config, communicator = unstaged(rank.config), rank.communicator
     model = load_checkpoint(rank, which, _inputs_alone)
     source = _asked(rank, data, model.task)
+    lengths = known_lengths(source, "tokens")
     found = [
-        of(predictions.outputs, model) for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat)
+        of(predictions.outputs, model, None if lengths is None else lengths[indices])
+        for indices, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat)
     ]
     return model, _of_all_ranks(communicator, found)
 

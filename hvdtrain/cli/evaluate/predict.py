@@ -103,7 +103,7 @@ def _predict_data(rank: Rank, parsed: Arguments) -> int:
         rank,
         AskedData(found, name, "--data"),
         parsed.options["checkpoint"],
-        lambda outputs, model: said(_of(model), config).numbers(outputs),
+        lambda outputs, model, lengths: said(_of(model), config).numbers(outputs, lengths),
     )
     if rank.communicator.rank:
         return DONE
@@ -226,7 +226,7 @@ class Said(NamedTuple):
     """How outputs become rows."""
 
     head: Callable[[int], list[str]]  # of so many numbers of a sample
-    numbers: Callable[[np.ndarray], np.ndarray]  # outputs (n, ...) -> (n, numbers)
+    numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]  # outputs (n, ...), tokens of padded samples -> (n, numbers)
     row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
 
 
@@ -238,26 +238,31 @@ def said(task: Any, config: Config) -> Said:
     if isinstance(task, Classification):
         return Said(
             lambda numbers: ["class", "probability"],
-            lambda outputs: best(outputs.astype(np.float64), is_softmax),
+            lambda outputs, lengths: best(outputs.astype(np.float64), is_softmax),
             lambda numbers: [name_of(int(numbers[0]), names), f"{numbers[1]:.6f}"],
         )
     if isinstance(task, Language):
         return Said(
             lambda numbers: ["token", "probability"],
-            lambda outputs: best(outputs[:, -1].astype(np.float64), is_softmax=True),
+            lambda outputs, lengths: best(_last(outputs, lengths).astype(np.float64), is_softmax=True),
             lambda numbers: [str(int(numbers[0])), f"{numbers[1]:.6f}"],
         )
     if isinstance(task, Segmentation):
         return Said(
             lambda numbers: [f"pixel_{number}" for number in range(numbers)],
-            lambda outputs: outputs.argmax(1).reshape(len(outputs), -1),
+            lambda outputs, lengths: outputs.argmax(1).reshape(len(outputs), -1),
             lambda numbers: [str(int(number)) for number in numbers],
         )
     return Said(
         lambda numbers: ["prediction"] if numbers == 1 else [f"prediction_{number + 1}" for number in range(numbers)],
-        lambda outputs: outputs.reshape(len(outputs), -1),
+        lambda outputs, lengths: outputs.reshape(len(outputs), -1),
         lambda numbers: [str(number) for number in numbers],
     )
+
+
+def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one token the next."""
+    return outputs[:, -1] if lengths is None else outputs[np.arange(len(outputs)), np.maximum(lengths - 2, 0)]
 
 
 def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:

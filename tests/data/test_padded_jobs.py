@@ -1,0 +1,99 @@
+"""What a job says of padded samples beside what is said of each alone: next tokens, metrics, inputs; and what would count padding."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sequence_jobs
+import torch
+from sequence_jobs import JOB, PAD_TOKENS, made, tokens
+
+import hvdtrain
+from hvdtrain.__main__ import main
+from hvdtrain.errors import UserError
+
+OF_MODULE = """
+import numpy as np, torch
+from sequence_jobs import tokens
+
+def sequences(split):
+    return {"tokens": tokens(20, 8)}
+
+class SaysWhatItRead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = torch.nn.Embedding.from_pretrained(10 * torch.eye(11), freeze=False)
+    def forward(self, tokens):
+        return self.scores(tokens)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_predict_says_the_last_token_of_each_sequence() -> None:
+    Path("module_of_padding.py").write_text(OF_MODULE)
+    words = ["task.name=language", PAD_TOKENS, "model.name=module_of_padding:SaysWhatItRead", "data.name=module_of_padding:sequences"]
+    assert main([*JOB, *words, "optim.base_lr=0", "stop.steps=1", "run=run"]) == 0
+    asked = ["--data", "module_of_padding:sequences", "--to", "said.csv", "model.name=module_of_padding:SaysWhatItRead"]
+    assert main(["predict", "run", *asked, "batch.evaluate=7"]) == 0
+    with Path("said.csv").open(newline="") as file:
+        said = [int(row[1]) for row in list(csv.reader(file))[1:]]
+    assert said == [int(one[max(len(one) - 2, 0)]) for one in tokens(20, 8)]  # of a sequence of one token the one after it
+
+
+@pytest.mark.parametrize("padding", [-1, -100])
+def test_padding_below_0_is_no_token_of_an_embedding(padding: int) -> None:
+    data: dict[str, Any] = {"train_data": {"tokens": tokens()}, "val_data": {"tokens": tokens(20, 8)}}
+    job = {"stop.steps": sequence_jobs.STEPS, "task.name": "language", "data.pad": {"tokens": padding}}
+    weights = hvdtrain.train(job, *JOB, "batch.micro=5", model=made(sequence_jobs.NextToken), **data).weights
+    for name, weight in sequence_jobs.language_by_hand().items():
+        np.testing.assert_allclose(weights[name], weight, rtol=0, atol=1e-12)
+
+
+class TwoClasses(torch.nn.Module):
+    """Scores (n, 2, T) of each token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.nn.Embedding(sequence_jobs.VOCABULARY, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.scores(tokens).transpose(1, 2)
+
+
+def test_a_metric_of_a_library_counts_no_padding() -> None:
+    """Accuracy of all tokens by ignore_index and by rows that a function chooses, beside that by hand; without them it is refused."""
+
+    def data(found: list[np.ndarray]) -> dict[str, Any]:
+        return {"x": found, "y": [one % 2 for one in found]}
+
+    def of_real(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return outputs.movedim(1, 2)[batch["y_mask"]], batch["y"][batch["y_mask"]]
+
+    def job(**metrics: Any) -> Any:
+        words = ["data.pad={x: 0, y: -100}", "batch.evaluate=7", "stop.steps=3", "run=metrics"]
+        loss, val = torch.nn.CrossEntropyLoss(), data(tokens(20, 8))
+        given = {"train_data": data(tokens()), "val_data": val, "model": made(TwoClasses), "loss": loss, "metrics": metrics}
+        return hvdtrain.train({}, *JOB, *words, **given)
+
+    torchmetrics = pytest.importorskip("torchmetrics")
+    accuracy, f1 = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.BinaryAUROC
+    for metric, inputs in ((accuracy(2, average="micro"), ()), (accuracy(2, ignore_index=0), ()), (f1(), ())):
+        with pytest.raises(UserError, match=r"metric of: \w+ would take the padding of y, -100, for targets") as caught:
+            job(of=(metric, "max", *inputs))
+        assert "batch['y_mask']" in caught.value.fix
+    run = job(ignored=(accuracy(2, average="micro", ignore_index=-100), "max"), chosen=(accuracy(2, average="micro"), "max", of_real))
+    whole = np.concatenate(tokens(20, 8))
+    by_hand = (run.weights["scores.weight"].argmax(1)[whole] == whole % 2).mean()
+    events = map(json.loads, Path("metrics/events.jsonl").read_text().splitlines())
+    last = [event for event in events if event["kind"] == "epoch"][-1]
+    assert last["val_ignored"] == last["val_chosen"] == pytest.approx(by_hand, rel=1e-6)  # the library divides in float32
