@@ -50,7 +50,7 @@ class _Library:
         tensors = [default for default in metric._defaults.values() if hasattr(default, "double")]
         if tensors:
             self._metric.set_dtype(tensors[0].double().dtype)
-        self._metric.sync_on_compute = False  # ranks are put together here, whatever torch.distributed has started
+        self._metric._to_sync = self._metric.sync_on_compute = False  # ranks are put together here, whatever torch.distributed has started
         self._metric.reset()
 
     def refuse_padding(self, padding: Padding) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import zarr as zarr_library
 
 import hvdtrain
-from hvdtrain.data.datasets import csv, hdf5
+from hvdtrain.data.datasets import csv, hdf5, zarr
+from hvdtrain.data.stored.packing import unpacked, unpacked_dtype
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -42,9 +45,74 @@ def test_a_value_of_the_split_that_no_sample_has(values: list[object], tmp_path:
 def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:
     raw, missing = np.array([1, -9999], np.int16), {"_FillValue": np.int16(-9999)}
     with pytest.raises(UserError, match="1 numbers are missing"):
-        hdf5._values_of(raw, missing, np.dtype("int16"), "u of f.nc")
-    packed = hdf5._values_of(raw, missing | {"scale_factor": 0.1}, np.dtype("float32"), "u of f.nc")
+        unpacked(raw, missing, np.dtype("int16"), "u of f.nc")
+    packed = unpacked(raw, missing | {"scale_factor": 0.1}, np.dtype("float32"), "u of f.nc")
     np.testing.assert_array_equal(packed, np.array([0.1, np.nan], np.float32))
+
+
+@pytest.mark.parametrize("chunks", [None, (2, 2)])
+@pytest.mark.parametrize("kind", ["12 bits", "offset", "bfloat16", "bool", "names", "big endian"])
+def test_numbers_that_have_other_bytes_than_numpys(kind: str, chunks: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Whatever h5py says that they are."""
+    h5t = h5py.h5t
+    types = {"12 bits": h5t.STD_I16LE.copy(), "offset": h5t.STD_U32LE.copy(), "bfloat16": h5t.IEEE_F32LE.copy()}
+    types["12 bits"].set_precision(12)
+    types["offset"].set_precision(16)
+    types["offset"].set_offset(4)
+    types["bfloat16"].set_fields(15, 7, 8, 0, 7)
+    types["bfloat16"].set_size(2)
+    types["bfloat16"].set_ebias(127)
+    numbers = np.array([[7, -483], [-5, 100], [3, -1], [2, 2]])
+    if kind in ("offset", "bool"):
+        numbers = np.abs(numbers) % (2 if kind == "bool" else 500)
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        more = {} if chunks is None else {"chunks": chunks, "compression": "gzip", "shuffle": True}
+        if kind in types:
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            if chunks:
+                plist.set_chunk(chunks)
+                plist.set_deflate(4)
+            h5py.h5d.create(file.id, b"x", types[kind], h5py.h5s.create_simple(numbers.shape), plist)
+            file["x"][...] = numbers
+        elif kind == "bool":
+            file.create_dataset("x", data=numbers.astype(bool), **more)
+        elif kind == "names":
+            file.create_dataset("x", data=numbers.astype("int16"), dtype=h5py.enum_dtype({"A": 7, "B": -5}, "i2"), **more)
+        else:
+            file.create_dataset("x", data=numbers, dtype=">i4", **more)
+        file["y"] = np.zeros(4)
+        expected = np.array(file["x"][...])
+    found = hdf5.build("hdf5", tmp_path / "train.h5", "train", fields={"x": "/x", "y": "/y"}).read(np.arange(4))["x"]
+    np.testing.assert_array_equal(found, expected)
+    assert kind == "bfloat16" or np.array_equal(found, numbers)
+
+
+def test_numbers_by_the_conventions_of_netcdf() -> None:
+    signed = np.array([-1, 5], np.int8)
+    unsigned = {"_Unsigned": b"true"}
+    assert unpacked(signed, unsigned, unpacked_dtype(signed.dtype, unsigned), "").tolist() == [255, 5]
+    scaled = unsigned | {"scale_factor": 0.5, "_FillValue": np.int8(5)}
+    np.testing.assert_array_equal(unpacked(signed, scaled, np.dtype("float32"), ""), [127.5, np.nan])
+    floats, within = np.array([5.0, 500.0, -1.0], np.float32), {"valid_range": np.array([0.0, 100.0])}
+    np.testing.assert_array_equal(unpacked(floats, within, floats.dtype, ""), [5.0, np.nan, np.nan])
+    np.testing.assert_array_equal(unpacked(signed, {"scale_factor": 2.0, "valid_max": 9.0}, np.dtype("float32"), ""), [-2.0, np.nan])
+    with pytest.raises(UserError, match="2 numbers are missing"):
+        unpacked(np.array([300, 3, -9]), {"valid_min": np.int16(0), "valid_max": np.int16(9)}, np.dtype("int64"), "u of f.nc")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_packed_numbers_of_zarr(version: int, tmp_path: Path) -> None:
+    raw = np.array([[-1, 2], [3, 4]], np.int16)
+    for name, fill in {"number": -1, "text": "AAAAAAAA8L8="}.items():  # xarray's text of -1.0
+        group = zarr_library.open_group(str(tmp_path / f"{name}.zarr"), mode="w", zarr_format=version)
+        array = group.create_array("x", shape=raw.shape, dtype=raw.dtype, chunks=(1, 2))
+        array[:] = raw
+        array.attrs.update({"scale_factor": 0.5, "add_offset": 10, "_FillValue": fill})
+        group.create_array("y", shape=(2,), dtype="f8", chunks=(2,))[:] = 1.0
+        source = zarr.build("zarr", tmp_path / f"{name}.zarr", "train", fields={"x": "x", "y": "y"})
+        np.testing.assert_array_equal(source.read(np.array([1]))["x"], [[11.5, 12.0]])
+        with pytest.raises(UserError, match="nan"):
+            source.read(np.array([0]))
 
 
 def test_a_run_of_blocks_does_not_go_on_in_another_order(tmp_path: Path) -> None:

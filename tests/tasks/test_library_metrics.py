@@ -214,3 +214,28 @@ def test_several_numbers_and_other_shapes_are_refused() -> None:
             several.function(torch.ones(4, 3), batch)
     with pytest.raises(UserError, match=r"metric mine: MeanSquaredError\.update\(\) fails for outputs \(4, 3\)"):
         read_metrics({"mine": (torchmetrics.MeanSquaredError(), "min")})["mine"].function(torch.ones(4, 3), {"y": torch.ones(4)})
+
+
+class Count(torchmetrics.Metric):
+    """Samples: no ratio, in which what is counted twice cancels."""
+
+    def __init__(self, state: Any, reduction: Any, **how: Any) -> None:
+        super().__init__(**how)
+        self.add_state("v", state, dist_reduce_fx=reduction)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        if isinstance(self.v, list):
+            self.v.append(target * 0 + 1)
+        else:
+            self.v = self.v + len(target)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.v).sum() if isinstance(self.v, list) else self.v
+
+
+@pytest.mark.parametrize(("state", "reduction"), [(torch.tensor(0.0), "sum"), ([], "cat")])
+def test_ranks_are_put_together_once_where_torch_distributed_runs(state: Any, reduction: str) -> None:
+    running = {"distributed_available_fn": lambda: True, "dist_sync_fn": lambda x, group=None: [x, x]}
+    own: Any = read_metrics({"mine": (Count(state, reduction, **running), "max")})["mine"]
+    found = own.function(torch.ones(4), {"y": torch.ones(4)})
+    assert own.of(found if reduction == "cat" else found.sum(0).numpy()) == 4

@@ -16,14 +16,14 @@ import numpy as np
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_dtype, no_such, whole
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_dtype, no_such
 from hvdtrain.errors import UserError, first_line
 
 _SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
 _BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
 _DAMAGE = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError)  # what h5py raises
-_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 
 
 def build(
@@ -107,13 +107,15 @@ class Hdf5File:
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
         shape, dtype = dataset.shape, np.dtype(dataset.dtype)
-        is_plain = shape and not dataset.file.userblock_size and not any(word in dataset.attrs for word in _PACKING)
+        is_plain = shape and not dataset.file.userblock_size and not is_packed(dataset.attrs) and _is_whole(dataset)
         if is_plain and dataset.chunks is None and dataset.id.get_offset() is not None:
             return PlainRows(self.file, dataset.id.get_offset(), dtype, shape)
         if is_plain and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
             return Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
         rows = dataset.chunks[0] if dataset.chunks else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-        return ThroughLibrary(self.file, name, _unpacked_dtype(dataset), shape, block_edges(shape[0] if shape else 0, rows))
+        return ThroughLibrary(
+            self.file, name, unpacked_dtype(dataset.dtype, dataset.attrs), shape, block_edges(shape[0] if shape else 0, rows)
+        )
 
     @contextlib.contextmanager
     def _dataset(self, name: str) -> Iterator[Any]:
@@ -143,6 +145,14 @@ class Hdf5File:
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
             return np.asarray(dataset[:])
+
+
+def _is_whole(dataset: Any) -> bool:
+    """Whether the file has the numbers byte for byte as numpy does: not in fewer bits, as floats of another kind, or of a set of names."""
+    library, kind, dtype = _h5py(), dataset.id.get_type(), np.dtype(dataset.dtype)
+    if kind.get_class() == library.h5t.ENUM:
+        kind, dtype = kind.get_super(), np.dtype("int8") if dtype.kind == "b" else dtype
+    return bool(kind == library.h5t.py_create(np.dtype(dtype.str)))
 
 
 def _filters(dataset: Any) -> tuple[int, ...] | None:
@@ -243,13 +253,6 @@ def _unshuffled(raw: bytes | np.ndarray, item: int) -> np.ndarray:
     return np.concatenate([found.ravel(), array[numbers * item :]]) if numbers * item < len(array) else found.ravel()
 
 
-def _unpacked_dtype(dataset: Any) -> np.dtype[Any]:
-    """Type of the numbers that a packed array of netCDF stands for: float32 of up to 16 bits, else float64."""
-    if not any(word in dataset.attrs for word in _PACKING[:2]):
-        return whole(dataset.dtype)
-    return np.dtype("float32" if dataset.dtype.itemsize <= 2 else "float64")
-
-
 @dataclass(frozen=True, eq=False)
 class ThroughLibrary:
     """An array that h5py reads, with one lock for all threads: of other filters, of packed numbers, or without a place in the file."""
@@ -263,23 +266,4 @@ class ThroughLibrary:
     def decode(self, block: int, box: Box) -> np.ndarray:
         with Hdf5File(self.file)._dataset(self.name) as dataset:
             raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
-            return _values_of(raw, dict(dataset.attrs), self.dtype, f"{self.name} of {self.file.path}")
-
-
-def _values_of(raw: np.ndarray, attributes: dict[str, Any], dtype: np.dtype[Any], where: str) -> np.ndarray:
-    """Numbers by netCDF's conventions (CF 1.11, 2.5.1 and 8.1): missing ones NaN, all others raw * scale_factor + add_offset.
-
-    Raises UserError where integers have missing ones, which would be trained on as numbers.
-    """
-    missing = [attributes[word] for word in _PACKING[2:] if word in attributes]
-    absent = np.isin(raw, np.concatenate([np.ravel(one) for one in missing])) if missing else None
-    found = raw.astype(dtype)
-    for word, operate in (("scale_factor", np.multiply), ("add_offset", np.add)):
-        if word in attributes:
-            found = operate(found, dtype.type(np.ravel(attributes[word])[0]))
-    if absent is not None and absent.any():
-        if dtype.kind != "f":
-            what = f"{int(absent.sum()):,} numbers are missing (_FillValue or missing_value), and integers have no NaN"
-            raise UserError(what, where, "write it as floats; or without the attribute, where task.ignore_label=N is meant")
-        found[absent] = np.nan
-    return found
+            return unpacked(raw, dict(dataset.attrs), self.dtype, f"{self.name} of {self.file.path}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
+import struct
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,8 +16,9 @@ import numpy as np
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import cut_off
+from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_dtype, no_such, whole
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_dtype, no_such
 from hvdtrain.errors import UserError, first_line
 
 _DESCRIPTIONS = (".zarray", "zarr.json")
@@ -104,7 +108,7 @@ class ZarrGroup:
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
         absent = array.nchunks - array.nchunks_initialized
         note = f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as {array.fill_value}" if absent else ""
-        return ZarrChunks(self, name, whole(array.dtype), tuple(array.shape), edges, note)
+        return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges, note)
 
     def opened(self, name: str) -> Any:
         """The array by the library. Raises UserError where there is none."""
@@ -155,9 +159,24 @@ class ZarrChunks:
             self._array.append(self.group.opened(self.name))
         rows = slice(int(self.edges[block]), int(self.edges[block + 1]))
         try:
-            found = np.array(self._array[0][(rows, *box.slices)], self.dtype)
+            found = np.array(self._array[0][(rows, *box.slices)])
         except Exception as error:  # the library and its codecs raise of their own
             raise cut_off(self.group.path, f"{self.name}, samples {rows.start} to {rows.stop - 1}: {first_line(error)}") from None
         if found.shape != (rows.stop - rows.start, *box.shape):
             raise UserError(f"{self.name} has changed since the job began", str(self.group.path), "start again, once nobody writes to it")
-        return found
+        attributes = _attributes(self._array[0])
+        if is_packed(attributes):
+            return unpacked(found, attributes, self.dtype, f"{self.name} of {self.group.path}")
+        return found.astype(self.dtype, copy=False)
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a number."""
+    found = dict(array.attrs)
+    fill = found.get("_FillValue")
+    if isinstance(fill, str):
+        with contextlib.suppress(ValueError, struct.error):
+            found["_FillValue"] = struct.unpack("<d", base64.b64decode(fill, validate=True))[0]
+        with contextlib.suppress(ValueError):
+            found["_FillValue"] = float(fill)  # NaN, Infinity
+    return found

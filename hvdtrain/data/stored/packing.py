@@ -1,0 +1,80 @@
+"""Numbers of files that stand for others: packed, unsigned and missing ones, by the conventions of netCDF (CF 1.11, 2.5.1 and 8.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.stored.stored_array import whole
+from hvdtrain.errors import UserError
+
+_SCALE = ("scale_factor", "add_offset")
+_MISSING = ("_FillValue", "missing_value")
+_RANGE = ("valid_range", "valid_min", "valid_max")  # numbers outside of it are missing
+
+
+def is_packed(attributes: Mapping[str, Any]) -> bool:
+    """Whether the numbers of the file are not those that they stand for."""
+    return any(word in attributes for word in (*_SCALE, *_MISSING, *_RANGE)) or _is_unsigned(attributes)
+
+
+def _is_unsigned(attributes: Mapping[str, Any]) -> bool:
+    """Whether integers with a sign stand for those without one."""
+    found = attributes.get("_Unsigned", "")
+    return str(found.decode() if isinstance(found, bytes) else found).lower() == "true"
+
+
+def unpacked_dtype(dtype: np.dtype[Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
+    """Type of the numbers that are meant: of scaled ones float32 of up to 16 bits, else float64."""
+    if any(word in attributes for word in _SCALE):
+        return np.dtype("float32" if dtype.itemsize <= 2 else "float64")
+    return whole(_unsigned(dtype) if _is_unsigned(attributes) else dtype)
+
+
+def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(dtype.str.replace("i", "u")) if dtype.kind == "i" else dtype
+
+
+def unpacked(raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str) -> np.ndarray:
+    """The numbers that are meant: missing ones NaN, all others raw * scale_factor + add_offset.
+
+    Raises UserError where integers have missing ones, which would be trained on as numbers, and for an attribute that is no number.
+    """
+    found, numbers = {}, (*_SCALE, *_MISSING, *_RANGE)
+    for word in numbers:
+        if word in attributes:
+            found[word] = np.ravel(np.asarray(attributes[word]))
+            if found[word].dtype.kind not in "iufb" or not found[word].size:
+                raise UserError(f"the attribute {word} is {attributes[word]!r:.40}, not a number", where, "write it without this attribute")
+    if _is_unsigned(attributes) and raw.dtype.kind == "i":
+        found = {word: one.astype(raw.dtype).view(_unsigned(raw.dtype)) if word not in _SCALE else one for word, one in found.items()}
+        raw = raw.view(_unsigned(raw.dtype))
+    values = raw.astype(dtype)
+    for word, operate in zip(_SCALE, (np.multiply, np.add), strict=True):
+        if word in found:
+            values = operate(values, dtype.type(found[word][0]))
+    absent = _absent(raw, values, found)
+    if absent.any():
+        if dtype.kind != "f":
+            what = f"{int(absent.sum()):,} numbers are missing ({', '.join(word for word in found if word not in _SCALE)})"
+            fix = "write it as floats; or without the attribute, where task.ignore_label=N is meant"
+            raise UserError(f"{what}, and integers have no NaN", where, fix)
+        values[absent] = np.nan
+    return values
+
+
+def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Which numbers are missing; a valid range of another kind of number than the file's is one of unpacked numbers."""
+    absent = np.zeros(raw.shape, bool)
+    for word in _MISSING:
+        if word in found:
+            absent |= np.isin(raw, found[word])
+    low, high = found.get("valid_min", np.zeros(0)), found.get("valid_max", np.zeros(0))
+    if "valid_range" in found:
+        low, high = found["valid_range"][:1], found["valid_range"][1:2]
+    for bound, is_outside in ((low, np.less), (high, np.greater)):
+        if bound.size:
+            absent |= is_outside(raw if bound.dtype.kind == raw.dtype.kind else values, bound[0])
+    return absent
