@@ -50,20 +50,38 @@ def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...])
     if config.data.inputs:
         return tuple(config.data.inputs)
     asked = asked_by_forward(config)
-    if len(asked) > 1 or (len(asked) == 1 and asked[0] in fields and asked[0] not in ("x", *TARGETS)):
-        return asked
+    is_named = len(asked) == 1 and asked[0] in fields and asked[0] not in ("x", *TARGETS)
+    if len(asked) > 1 or is_named or (asked == X and _masks_with_default(config, asked, fields)):
+        return (*asked, *_masks_with_default(config, asked, fields))
     return nested or X
+
+
+def _masks_with_default(config: Config, asked: tuple[str, ...], fields: Mapping[str, Field]) -> tuple[str, ...]:
+    """Masks of the padded ones of these inputs that forward() takes too, by parameters that a call may leave out."""
+    found = [mask for mask in _masks(asked, fields) if mask not in asked]
+    parameters = inspect.signature(_forward(config)).parameters if found else {}
+    return tuple(mask for mask in found if mask in parameters and parameters[mask].kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def _masks(names: Iterable[str], fields: Mapping[str, Field]) -> list[str]:
+    """Names of the masks of those of the fields that are padded."""
+    return [field.padding.mask for name in names if (field := fields.get(name)) and field.padding and not field.is_mask]
 
 
 def asked_by_forward(config: Config) -> tuple[str, ...]:
     """Parameters without a default of the forward() of a user's own torch model; none where the configuration does not say its class."""
+    forward = _forward(config)
+    return () if forward is None else _required(forward)
+
+
+def _forward(config: Config) -> Any:
+    """The method forward() of the class of a user's own torch model; None where the configuration does not say the class."""
     if config.framework != "torch" or not is_users_model(config.model) or plugins.is_library(config.model.name):
-        return ()
+        return None
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # of an object that a script gives
     kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made  # behind torch.compile
-    forward = getattr(kind, "forward", None) if isinstance(kind, type) else None
-    return () if forward is None else _required(forward)
+    return getattr(kind, "forward", None) if isinstance(kind, type) else None
 
 
 def _required(forward: Any) -> tuple[str, ...]:
@@ -126,8 +144,12 @@ def _list(fields: Iterable[str]) -> str:
 
 
 def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
-    """A line for the user about fields that no part of a job with several inputs uses."""
+    """A line for the user about masks that the model does not get, or fields that no part of a job with several inputs uses."""
+    if not takes_x(config):
+        return []
     names = input_names(config, source)
+    if without := [mask for mask in _masks(names, source.fields) if mask not in names]:
+        return [f"the model does not get {', '.join(without)}, and sees padding; forward(self, {', '.join([*names, *without])}) gets it"]
     unused = [name for name in source.fields if name not in {*used, config.data.sample_weights}]
     if names == X or not unused:
         return []
