@@ -14,7 +14,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
-from hvdtrain.data.source import Field, Source, field_of_facts
+from hvdtrain.data.source import Field, Source, field_of_facts, known_lengths
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Part, Place, find_field
 
@@ -121,6 +121,10 @@ def build(name: str, train: Source, val: Source, where: str, users_model: bool =
     if fields[0].shape != fields[1].shape:
         what = f"training windows have {fields[0].shape[0]} tokens, validation windows {fields[1].shape[0]}"
         raise UserError(what, where, "both sets need windows of the same length")
+    for source, which in ((train, "training"), (val, "validation")):
+        lengths = known_lengths(source, "tokens")
+        if lengths is not None and lengths.max(initial=0) < 2:
+            raise UserError(f"no {which} sequence has two tokens: none is predicted", where, "sequences of two tokens or more")
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
         raise UserError(f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}", where, "one of them, or leave it out")

@@ -36,7 +36,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import Classification, notes_on_labels
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.language import Language
-from hvdtrain.tasks.several_inputs import transforms_of
+from hvdtrain.tasks.several_inputs import input_fields, transforms_of
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
@@ -72,6 +72,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     _check_reading(config, train, val)
     check_augmentation(config, train)
     task = build_task(train, val, config)
+    _check_augmented(config, task)
     _check_lengths(config, train, task)
     build_recipe(config, len(train), tokens_of_sample(task))
     evaluated_part(config, val)
@@ -143,6 +144,13 @@ def check_augmentation(config: Config, source: Source) -> None:
         image = next((name for name, field in source.fields.items() if is_image(field)), None)
         fix = "leave the keys of augment out" + (f", or call the field {image} x" if image and x is None else "")
         raise UserError(f"augmentation is of images; the data have {fields}", config.where("data.name"), fix)
+
+
+def _check_augmented(config: Config, task: Task) -> None:
+    """Raises UserError where the model gets no x, which is what is augmented."""
+    if augment.is_enabled(config.augment) and "x" not in task.fields:
+        what = f"augmentation is of x, and the model gets {', '.join(input_fields(task))}"
+        raise UserError(what, config.where("data.inputs"), "leave the keys of augment out, or an x among the inputs")
 
 
 def _check_reading(config: Config, *sources: Source) -> None:
@@ -229,8 +237,8 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     """A set as the plugin of data.name gives it. Raises UserError."""
     if plugins.is_users_own(config.data):
         return _open_own(config, split)
-    if config.data.pad or config.data.pack is not None:
-        key = "data.pad" if config.data.pad else "data.pack"
+    if config.data.pad or config.data.mask or config.data.pack is not None:
+        key = "data.pad" if config.data.pad else "data.mask" if config.data.mask else "data.pack"
         what = f"{key} is of data of your own whose samples have different lengths; those of data.name={config.data.name} have one"
         raise UserError(what, config.where(key), "leave it out; or a torch Dataset, or a dict with a list of arrays")
     make = _plugin(config).build

@@ -120,7 +120,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     lines = [
         *lines_of_ranks(config, job.communicator.name, job.hosts, engine_reason),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
-        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{_padded(config)}{job.prefetcher.summary}",
+        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{_padded(job, readers)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
         f"recipe  {config.optim.name}, {_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
@@ -266,9 +266,13 @@ def _shuffle(config: Config) -> str:
     return f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, " if data.shuffle == "blocks" else ""
 
 
-def _padded(config: Config) -> str:
+def _padded(job: Job, readers: int) -> str:
     """How samples of different lengths come together."""
+    config, batch = job.config, job.recipe.batch
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
+    most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first  # samples of a pass
+    if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
+        by = " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N divides it)"
     if config.data.pack is not None:
         return f"packed into rows of {config.data.pack:,} tokens, "
     return f"padded to the longest of each pass{by}, " if config.data.pad else ""

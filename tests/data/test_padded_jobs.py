@@ -39,6 +39,12 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+def test_buckets_of_one_pass_have_no_effect_and_the_header_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (([], "(data.bucket_by has no effect: a step is one pass"), (["batch.micro=5"], "similar lengths in one pass")):
+        sequence_jobs.language(f"run-{len(words)}", "data.bucket_by=length", "stop.steps=1", *words)
+        assert text in capsys.readouterr().out
+
+
 def test_predict_says_the_last_token_of_each_sequence() -> None:
     Path("module_of_padding.py").write_text(OF_MODULE)
     words = ["task.name=language", PAD_TOKENS, "model.name=module_of_padding:SaysWhatItRead", "data.name=module_of_padding:sequences"]
@@ -97,3 +103,29 @@ def test_a_metric_of_a_library_counts_no_padding() -> None:
     events = map(json.loads, Path("metrics/events.jsonl").read_text().splitlines())
     last = [event for event in events if event["kind"] == "epoch"][-1]
     assert last["val_ignored"] == last["val_chosen"] == pytest.approx(by_hand, rel=1e-6)  # the library divides in float32
+
+
+class MayGetAMask(sequence_jobs.OfSentence):
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(tokens, torch.ones(tokens.shape, dtype=torch.bool) if mask is None else mask)
+
+
+class MayGetAMaskOfX(MayGetAMask):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, mask)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tokens", MayGetAMask), ("x", MayGetAMaskOfX)])
+def test_a_mask_goes_to_a_parameter_that_has_a_default(name: str, kind: type[torch.nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    def job(mask: str) -> Any:
+        train, val = ({name: one["tokens"], "y": one["y"]} for one in (sequence_jobs.sentences(), sequence_jobs.sentences(20, 8)))
+        words: dict[str, Any] = {"stop.steps": sequence_jobs.STEPS, "data.pad": {name: 0}, "data.mask": {name: mask}}
+        loss = torch.nn.CrossEntropyLoss()
+        run = hvdtrain.train(words | {"run": mask}, *JOB, "batch.micro=5", model=made(kind), train_data=train, val_data=val, loss=loss)
+        return run.weights, capsys.readouterr().out
+
+    weights, header = job("mask")
+    assert "does not get" not in header
+    for key, weight in sequence_jobs.sentences_by_hand().items():
+        np.testing.assert_allclose(weights[key], weight, rtol=0, atol=1e-12)
+    assert f"the model does not get real, and sees padding; forward(self, {name}, real) gets it" in job("real")[1]

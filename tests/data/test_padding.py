@@ -241,6 +241,11 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("task.name=language"), r"samples of tokens of .* have 1 to 23 rows"),
     (_train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}), "data.pad has 'token', and the data have x, y"),
     (_train(PAD_TOKENS, "data.mask={tokens: y}"), "the mask of tokens is called 'y'"),
+    (lambda: hvdtrain.train({"data.name": "digits"}, "data.mask={x: real}"), "data.mask is of data of your own"),
+    (
+        lambda: hvdtrain.train({"task.name": "language"}, PAD_TOKENS, train_data={"tokens": tokens()}, val_data={"tokens": tokens(1)}),
+        "no validation sequence has two tokens",
+    ),
     (_train(PAD_TOKENS, "data.mask={x: real}"), "data.mask names the mask of x, which data.pad does not have"),
     (_train("data.pad={tokens: 0.5}"), "data.pad has 0.5 for tokens, which is int64"),
     (_train("data.pad={y: 0, tokens: 0}"), r"data.pad has y of .*, which is an array \(50,\)"),

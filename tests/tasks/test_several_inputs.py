@@ -235,6 +235,10 @@ def test_data_that_do_not_fit_each_other_are_told_of() -> None:
     ):
         narrow = {**data, "table": data["table"][:, :2]}
         hvdtrain.train({"task.name": "regression", "batch.size": 4}, model=two_inputs.Net, train_data=narrow, val_data=narrow)
+    with pytest.raises(UserError, match="augmentation is of x, and the model gets table"):
+        keys = {"task.name": "regression", "data.inputs": ["table"], "augment.flip": True}
+        images = {"x": data["image"], "table": data["table"], "y": data["y"]}
+        hvdtrain.train(keys, model=torch.nn.Linear(3, 1), train_data=images, val_data=images)
     with pytest.raises(UserError, match="has y inside of x and beside it"):
         hvdtrain.train({"task.name": "regression"}, model=two_inputs.OfDict, train_data={"x": data, "y": data["y"]}, val_data=data)
 
