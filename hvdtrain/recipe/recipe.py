@@ -6,9 +6,9 @@ import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 
 from hvdtrain.core.metrics import Better
 from hvdtrain.core.progress import Hyper, Progress
@@ -18,6 +18,14 @@ from hvdtrain.recipe.noise import noise_variance
 
 Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
 Scale = Literal["linear", "sqrt", "none"]
+INFINITIES = {"inf": math.inf, "-inf": -math.inf}  # by their words in JSON, which has no such numbers
+
+
+def _number_of(value: Any, number: Callable[[Any], float]) -> float:
+    return INFINITIES[value] if isinstance(value, str) and value in INFINITIES else number(value)
+
+
+NumberOrInfinity = Annotated[float, Field(allow_inf_nan=False), WrapValidator(_number_of)]
 LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
 
 
@@ -239,7 +247,7 @@ class Plateau(NamedTuple):
     """What the evaluations of a job have come to. With the position in the job it is all that the rate of a step depends on."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the rate that the recipe has at a position
-    best: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    best: NumberOrInfinity | None = None
     bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
     cooldown: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations to come that are not counted as bad
 

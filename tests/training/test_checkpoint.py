@@ -20,11 +20,12 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
+from hvdtrain.recipe.recipe import Plateau
 from hvdtrain.training.checkpoint import array_file, files, resume, room
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.datasets import identity, open_datasets
-from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.progress.train_state import Reached, TrainState
 
 IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5], "labels": "0f"}}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "progress.json", "weights.safetensors"]
@@ -141,6 +142,21 @@ def test_no_accuracy_yet_is_no_number(tmp_path: Path) -> None:
     folder = save(tmp_path, 3, last=math.nan, target=None)
     assert '"last": null' in (folder / "progress.json").read_text()
     assert math.isnan(files.read_numbers(folder).train_state.last)
+
+
+def test_a_metric_of_infinity_is_written_and_read_back(tmp_path: Path) -> None:
+    """As words, in sums and in what the rate's rule keeps too; the best checkpoint is known by it."""
+    numbers = {"to_beat": -math.inf, "last": math.inf, "best": math.inf, "evaluated": 3}
+    sums = {"loss": 0.5, "m_sum": math.inf, "m_count": math.nan, "rows": (1.0, -math.inf, math.nan), "count": 8.0}
+    reached = (Reached(0.5, math.inf, 1.0, 1.0, 8, None),)
+    folder = save(tmp_path, 3, **numbers, sums=sums, reached=reached, plateau=Plateau(0.5, math.inf, 1, 0))
+    assert '"last": "inf"' in (folder / "progress.json").read_text()
+    found = files.read_numbers(folder).train_state
+    assert {name: getattr(found, name) for name in numbers} == numbers and found.plateau == Plateau(0.5, math.inf, 1, 0)
+    assert found.reached == reached and found.sums.keys() == sums.keys()
+    for name, value in sums.items():
+        np.testing.assert_array_equal(found.sums[name], value)
+    assert files.best([save(tmp_path, 2, evaluated=2), folder], 1) == [folder]
 
 
 def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
@@ -334,6 +350,8 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         ("last", float("nan")),
         ("sums", {}),
         ("sums.loss", float("inf")),
+        ("sums.loss", "infinite"),
+        ("seconds", "inf"),
         ("noise", [1]),
         ("noise", 1),
         ("noise", [1, 2, 3]),

@@ -13,12 +13,14 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapVa
 
 from hvdtrain.core.metrics import Better, Sums, add_sums, host_value, is_better, reaches, zero_sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.recipe.recipe import Plateau
+from hvdtrain.recipe.recipe import INFINITIES, NumberOrInfinity, Plateau
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
 NumberOrNaN = Annotated[Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))]  # null in JSON
+# What metrics give: a division by 0 is theirs.
+Objective = Annotated[NumberOrInfinity, WrapValidator(lambda value, number: math.nan if value is None else number(value))]
 
 
 def _no_sums() -> dict[str, Any]:
@@ -38,7 +40,7 @@ class Reached(NamedTuple):
     """The first evaluation at a value of log.targets."""
 
     target: Number
-    value: Number  # of the objective
+    value: NumberOrInfinity  # of the objective
     seconds: Seconds  # spent in the job
     epochs: Number
     images: Count  # samples trained on
@@ -59,15 +61,15 @@ class TrainState:
     evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
     views: Count = 1  # of each of these samples: evaluate.views
     epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
-    sums: dict[str, Number | tuple[Number, ...]] = field(default_factory=_no_sums)  # over all ranks, since the last evaluation
+    sums: dict[str, Objective | tuple[Objective, ...]] = field(default_factory=_no_sums)  # over all ranks, since the last evaluation
     objective: str = "accuracy"  # the metric that the next fields are of, and which of its values are better
     better: Better = "max"
     at_target: Count = 0  # evaluations in a row, up to now, at the value `target`
     target: Number | None = None
     without_better: Count = 0  # evaluations in a row, up to now, no better than `to_beat` by more than stop.min_delta
-    to_beat: NumberOrNaN = math.nan  # the last value that was
-    last: NumberOrNaN = math.nan  # of the last evaluation
-    best: NumberOrNaN = math.nan  # of all evaluations
+    to_beat: Objective = math.nan  # the last value that was
+    last: Objective = math.nan  # of the last evaluation
+    best: Objective = math.nan  # of all evaluations
     best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
     evaluated_s: Seconds = 0.0  # `seconds` at the last evaluation
     trained_s: Seconds = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
@@ -173,9 +175,19 @@ _ADDED: dict[str, Any] = {
 
 
 def to_json(train_state: TrainState) -> dict[str, Any]:
-    """A tree that json.dumps() takes; NaN is None."""
-    tree = asdict(train_state)
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in tree.items()}
+    """A tree that json.dumps() takes; NaN is None, infinities are words."""
+    tree: dict[str, Any] = _plain(asdict(train_state))
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else next(word for word, infinity in INFINITIES.items() if infinity == value)
 
 
 def from_json(tree: dict[str, Any]) -> TrainState:
