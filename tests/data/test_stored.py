@@ -295,6 +295,39 @@ def test_stored_pixels_are_images_as_arrays_in_memory_are(layout: str, tmp_path:
     assert stored_data.bits(found.weights) == stored_data.bits(expected.weights)
 
 
+@pytest.mark.parametrize("task", ["regression", "multilabel", "segmentation"])
+def test_pixels_with_their_channels_first_are_images_of_every_task(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files, of files with an array for each channel, and of arrays: the weights of a job on (n, H, W, C)."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(5)
+    x, samples = random.integers(0, 256, (24, 8, 8, 3), np.uint8), 24
+    targets = {"regression": (samples,), "multilabel": (samples, 4), "segmentation": (samples, 8, 8)}
+    y = random.integers(0, 2, targets[task])
+    y = y.astype(np.float32) if task == "regression" else y
+    turned = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    np.savez("a.npz", x=turned, r=turned[:, 0], g=turned[:, 1], b=turned[:, 2], y=y)
+    model = {"model.name": "unet", "model.widths": [4], "task.classes": 2}
+    job = {
+        **(model if task == "segmentation" else {"model.name": "linear"}),
+        "task.name": task,
+        "epochs": 1,
+        "batch.size": 8,
+        "speed.precision": "fp64",
+    }
+    stored = {"data.name": "npz", "data.root": "a.npz", "data.val_share": 0.25}
+    runs = [
+        hvdtrain.train({**job, "run": "own", "data.val_share": 0.25}, train_data={"x": x, "y": y}),
+        hvdtrain.train({**job, "run": "own_turned", "data.val_share": 0.25}, train_data={"x": turned, "y": y}),
+        hvdtrain.train({**job, **stored, "run": "whole"}),
+        hvdtrain.train({**job, **stored, "run": "channels", "data.fields": {"x": ["r", "g", "b"], "y": "y"}}),
+    ]
+    for run in runs:
+        for name, weights in runs[0].weights.items():
+            np.testing.assert_allclose(run.weights[name], weights, rtol=1e-10, atol=1e-13)  # a convolution adds by its input's memory order
+        np.testing.assert_array_equal(run.transform(turned), run.transform(x))
+        np.testing.assert_allclose(hvdtrain.predict(run, {"x": turned}), hvdtrain.predict(run, {"x": x}), rtol=1e-10, atol=1e-13)
+
+
 @needs_h5py
 def test_splits_by_files_by_names_and_by_a_column(tmp_path: Path) -> None:
     path = of_hdf5(tmp_path / "a.h5")

@@ -53,7 +53,7 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str, inputs: tuple[s
                 return NamedArrays({"x": images, "y": y}, where=name)
             source = ArraySource(images, y, int(y.max()) + 1, name)
             return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, None)
-    arrays = {field: array if field in ("x", "y") else _channels_last(array) for field, array in arrays.items()}
+    arrays = {field: array if field == "y" else _channels_last(array) for field, array in arrays.items()}
     return NamedArrays(arrays, where=name, nested_inputs=inputs)
 
 

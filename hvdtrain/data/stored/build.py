@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.own.arrays import TARGETS
+from hvdtrain.data.own.arrays import TARGETS, has_channels_first
 from hvdtrain.data.own.as_source import CheckedSource
 from hvdtrain.data.source import Field, Source, Split
 from hvdtrain.data.stored.cache import BlockCache
@@ -147,8 +148,13 @@ def _kind(name: str, arrays: list[Selected], wanted: Wanted) -> Field:
     """Type and shape of a field, of its arrays in the first file."""
     asked = (wanted.dtypes or {}).get(name)
     dtype = np.dtype(asked) if asked else whole(np.result_type(*(one.array.dtype for one in arrays)))
-    shape = arrays[0].shape
-    return Field(str(dtype), shape if len(arrays) == 1 else (len(arrays), *shape))
+    return Field(str(dtype), _shape(name, arrays[0], len(arrays), dtype))
+
+
+def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Shape of a sample of a field; images x are (H, W, C), also where the file has (C, H, W)."""
+    shape = one.shape if arrays == 1 else (arrays, *one.shape)
+    return (*shape[1:], shape[0]) if name == "x" and dtype == np.uint8 and has_channels_first(shape) else shape
 
 
 def _part(arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted) -> Part:
@@ -161,7 +167,7 @@ def _part(arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: P
     for name, group in arrays.items():
         kind = kinds[name]
         for one in group:
-            shape = one.shape if len(group) == 1 else (len(group), *one.shape)
+            shape = _shape(name, one, len(group), np.dtype(kind.dtype))
             if shape != kind.shape or (
                 whole(np.result_type(*(each.array.dtype for each in group))) != kind.dtype and name not in wanted.dtypes
             ):

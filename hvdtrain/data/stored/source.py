@@ -147,6 +147,9 @@ class StoredSamples:
 
     def _read_part(self, out: np.ndarray, part: Part, name: str, samples: np.ndarray) -> None:
         arrays = part.arrays[name]
+        stored = arrays[0].shape if len(arrays) == 1 else (len(arrays), *arrays[0].shape)
+        if stored != out.shape[1:]:  # images (C, H, W)
+            out = out.transpose(0, 3, 1, 2)
         for channel, array in enumerate(arrays):
             array.read_into(out if len(arrays) == 1 else out[:, channel], samples, self.cache)
 
