@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 TOKENS, SEGMENTS = "tokens", "segments"
-PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, SEGMENTS)}  # of the sequences before they are packed
+PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}  # of the sequences before they are packed
 _OPEN = 64  # rows with room, of which a sequence goes into the first that has enough: a set of millions is packed in seconds
 
 
@@ -136,6 +136,9 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
 
     Raises UserError where one is longer, none has two tokens, or their lengths are not known.
     """
+    if SEGMENTS in source.fields:
+        what = f"the data have a field {SEGMENTS}, and data.pack makes one of the sequences of a row"
+        raise UserError(what, where, "leave it out of the data, or data.pack where they are packed")
     lengths = _lengths(source, length, where, "data.pack={longest}, or cut the longer ones")
     rows = first_fit(lengths, length)
     if not len(rows):
@@ -144,7 +147,7 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
     share = used.sum() / (len(rows) * length)
     note = f"{name}: {len(used):,} sequences in {len(rows):,} rows of {length:,} tokens, {share:.1%} of which are real"
     if len(used) < len(lengths):
-        note += f"; {len(lengths) - len(used):,} sequences of less than two tokens are left out"
+        note += f"; left out, as nothing is predicted in one token: {len(lengths) - len(used):,}"
     return PackedRows(source, rows, lengths, length, note)
 
 

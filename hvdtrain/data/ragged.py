@@ -153,7 +153,7 @@ def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], whe
     for name, pad in padding.items():
         if name not in dtypes:
             fix = "a field of the data, or leave it out"
-            raise UserError(f"data.pad has {name!r}, and the data have {', '.join(dtypes)}", where, fix)
+            raise UserError(f"the data have {', '.join(dtypes)}, and no {name!r} for data.pad or data.pack", where, fix)
         if pad.mask in dtypes or not pad.mask.isidentifier() or [one.mask for one in padding.values()].count(pad.mask) > 1:
             fix = f"another name: data.mask={{{name}: real}}"
             raise UserError(f"the mask of {name} is called {pad.mask!r}, which is no name or another field's", where, fix)

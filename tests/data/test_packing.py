@@ -51,7 +51,7 @@ def test_a_row_has_its_sequences_and_their_segments(of: Callable[[Any], Any]) ->
     assert batch["segments"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 2, 2, 0]] and batch["segments"].dtype == np.int64
     assert source.read(np.array([], np.int64))["tokens"].shape == (0, 6)
     assert source.notes[-1] == (
-        "training: 3 sequences in 2 rows of 6 tokens, 75.0% of which are real; 1 sequences of less than two tokens are left out"
+        "training: 3 sequences in 2 rows of 6 tokens, 75.0% of which are real; left out, as nothing is predicted in one token: 1"
     )
     task = language.build("language", source, source, "here")
     assert task.weight(batch) == 6 and language.restore(task.facts()) == task
@@ -116,6 +116,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train(LANGUAGE, PACK, train_data={"tokens": [np.ones(1, np.int64), np.ones(0, np.int64)]}), "no training sequence has two tokens"),
     (_train(PACK), "this is task.name=classification"),
     (_train(PACK, loss=sequence_jobs.loss_of_rows), "this job has a loss of a script"),
+    (_train(LANGUAGE, PACK, train_data={"x": np.ones((50, 3))}), "the data have x, and no 'tokens' for data.pad or data.pack"),
+    (_train(LANGUAGE, PACK, train_data={"tokens": tokens(), "segments": np.ones(50)}), "the data have a field segments"),
     (_train(LANGUAGE, PACK, "data.pad={tokens: 0}"), "data.pad=.* does not go with data.pack"),
     (_train(LANGUAGE, PACK, "data.bucket_by=length"), "data.bucket_by=length does not go with data.pack"),
     (_train(LANGUAGE, PACK, "data.sample_weights=y"), "data.sample_weights=y does not go with data.pack"),

@@ -239,7 +239,7 @@ ROWS = {"x": sequence_jobs.rows()["x"], "y": np.zeros(50, np.int64)}
 PAIRS = sequence_jobs.rows()
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train("task.name=language"), r"samples of tokens of .* have 1 to 23 rows"),
-    (_train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}), "data.pad has 'token', and the data have x, y"),
+    (_train("data.pad={token: 0}", data=ROWS | {"x": np.ones((50, 3))}), "the data have x, y, and no 'token' for data.pad"),
     (_train(PAD_TOKENS, "data.mask={tokens: y}"), "the mask of tokens is called 'y'"),
     (lambda: hvdtrain.train({"data.name": "digits"}, "data.mask={x: real}"), "data.mask is of data of your own"),
     (

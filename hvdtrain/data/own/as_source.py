@@ -110,8 +110,8 @@ def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, w
     """Raises UserError where a source of the user's own does not pad a field itself."""
     for name_of_field in padding:
         if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
-            what = f"data.pad has {name_of_field}, and {name} is a source whose samples all have one length"
-            raise UserError(what, where, "leave data.pad out; or a torch Dataset, or a dict with a list of arrays")
+            what = f"data.pad or data.pack is of {name_of_field}, and {name} is a source whose samples all have one length"
+            raise UserError(what, where, "leave it out; or a torch Dataset, or a dict with a list of arrays")
 
 
 def _checked(source: Source, name: str) -> Source:
