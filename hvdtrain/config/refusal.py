@@ -95,8 +95,8 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Se
     section: type[Section] = Config
     name, info = "", None
     for part in location:
-        if info is not None and typing.get_origin(info.annotation) is typing.Union:
-            break  # what follows names a part of the union
+        if info is not None and typing.get_origin(info.annotation) in (typing.Union, dict):
+            break  # what follows names a part of the union, or a name of the user's
         if isinstance(part, int):
             name, section = f"{name}[{part}]", _of_entries(info, section)
         else:
@@ -147,7 +147,8 @@ def type_name(kind: Any) -> str:
     if origin in (list, tuple):
         length = "" if origin is list or ... in inner else f" of {len(inner)}"
         return f"a list{length}, each {type_name(inner[0])}"
-    return TYPE_NAMES[kind] if kind in TYPE_NAMES else getattr(kind, "__name__", str(kind))
+    other = f"names, each with {type_name(inner[1])}" if origin is dict else getattr(kind, "__name__", str(kind))
+    return TYPE_NAMES.get(kind, other)
 
 
 def fix_of_key(key: str, value: Any = None) -> str:

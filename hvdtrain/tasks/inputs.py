@@ -137,10 +137,17 @@ class Transform:
         if self.is_of_images:
             images = as_images(array)
             array = array if images is None else images
-        if array.shape[1:] != self.x.shape or not array.ndim:
+        if not self._has_rows(array):
             what = f"x is {array.dtype} {array.shape}, and the model was trained on rows of {self.x}"
-            raise UserError(what, "run.transform()", f"an array (n{''.join(f', {size}' for size in self.x.shape)})")
+            sizes = self.x.shape if self.x.padding is None else (f"1 to {self.x.shape[0]}", *self.x.shape[1:])
+            raise UserError(what, "run.transform()", f"an array (n{''.join(f', {size}' for size in sizes)})")
         return self._of(array)
+
+    def _has_rows(self, array: np.ndarray) -> bool:
+        """Whether it has rows of x: of padded ones so many as there are."""
+        if self.x.padding is None or array.ndim < 2:
+            return array.ndim > 0 and array.shape[1:] == self.x.shape
+        return array.shape[1] <= self.x.shape[0] and array.shape[2:] == self.x.shape[1:]
 
     def _of(self, array: np.ndarray) -> np.ndarray:
         """One array transformed as TorchInputs does it, in the same number type, so that the bits are the same."""

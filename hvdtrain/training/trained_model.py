@@ -17,7 +17,7 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
-from hvdtrain.data.source import AroundSource, Field, Source, arrays_in_memory, check_numbers
+from hvdtrain.data.source import AroundSource, Field, Padding, Source, arrays_in_memory, check_numbers
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
@@ -229,11 +229,19 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
     if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
     padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
+    _refuse_masks(given, padding, where)
     kept = () if "x" in fields else tuple(fields)
     if is_packed(fields):
         source = as_source(given, name, where, workers, kept, PADDING)
         return AskedSource(each_alone(source, fields[TOKENS].shape[0], where), fields, where)
     return AskedSource(as_source(given, name, where, workers, kept, padding), fields, where)
+
+
+def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> None:
+    """Raises UserError where data have the mask of a field, which is made of the lengths of its samples."""
+    for name, pad in padding.items():
+        if isinstance(given, Mapping) and pad.mask in given:
+            raise UserError(f"the data have {pad.mask}, which the lengths of {name} say", where, f"leave {pad.mask} out")
 
 
 def _whole_windows(tokens: Any, length: int) -> np.ndarray:

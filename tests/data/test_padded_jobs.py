@@ -129,3 +129,16 @@ def test_a_mask_goes_to_a_parameter_that_has_a_default(name: str, kind: type[tor
     for key, weight in sequence_jobs.sentences_by_hand().items():
         np.testing.assert_allclose(weights[key], weight, rtol=0, atol=1e-12)
     assert f"the model does not get real, and sees padding; forward(self, {name}, real) gets it" in job("real")[1]
+
+
+def test_what_a_run_is_asked_has_any_length_and_no_masks() -> None:
+    data = sequence_jobs.sentences()
+    keys: dict[str, Any] = {"stop.steps": 1, "data.pad": {"tokens": 0}, "data.mask": {"tokens": "mask"}}
+    run = hvdtrain.train(keys, *JOB, model=made(sequence_jobs.OfSentence), train_data=data, val_data=data)
+    rows = {"tokens": np.ones((2, 4), np.int64), "mask": np.ones((2, 4), bool)}
+    assert {name: array.tolist() for name, array in run.transform(rows).items()} == {name: rows[name].tolist() for name in rows}
+    with pytest.raises(UserError, match=r"x is int64 \(2, 24\), and the model was trained on rows of int64 \(up to 23\)") as caught:
+        run.transform(rows | {"tokens": np.ones((2, 24), np.int64)})
+    assert caught.value.fix == "an array (n, 1 to 23)"
+    with pytest.raises(UserError, match="the data have mask, which the lengths of tokens say"):
+        hvdtrain.predict(run, {"tokens": data["tokens"], "mask": rows["mask"]})

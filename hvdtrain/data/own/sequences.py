@@ -71,7 +71,8 @@ def _rows(column: Any, what: str, where: str) -> Ragged:
         return Ragged(whole.reshape(-1, *whole.shape[2:]), np.arange(len(whole) + 1) * whole.shape[1])
     samples = [to_numpy(one if is_array(one) else _array(one, what, where), what, where) for one in column]
     if not samples or any(not sample.ndim for sample in samples):
-        raise UserError(f"data.pad has {what}, which is a list of single numbers", where, "a list with an array for each sample")
+        shown = "a list of single numbers" if samples else "an empty list"
+        raise UserError(f"data.pad has {what}, which is {shown}", where, "a list with an array for each sample")
     return ragged(samples, what, where)
 
 
