@@ -226,7 +226,7 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
         given = {only: given[columns].to_numpy() if columns else given}
     elif only is not None and isinstance(given, Mapping):
         given = {field: given[field] for field in given if field == only} or given
-    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)):
+    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)) and not is_packed(fields):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
     padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
     _refuse_masks(given, padding, where)

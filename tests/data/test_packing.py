@@ -100,6 +100,10 @@ def test_evaluations_predictions_and_continuations() -> None:
     assert hvdtrain.evaluate(run, {"tokens": validation}, "batch.evaluate=3")["loss"] == pytest.approx(run.last, abs=1e-12)
     outputs = hvdtrain.predict(run, {"tokens": validation})
     np.testing.assert_allclose(outputs[4][: len(logits)], logits.numpy(), rtol=0, atol=1e-12)
+    windows = np.stack([np.resize(one, ROW - 1) for one in validation if len(one)])
+    with torch.no_grad():
+        total = sum(float(packing_jobs.alone(model, one)[0]) for one in windows)
+    assert hvdtrain.evaluate(run, windows)["loss"] == pytest.approx(total / windows[:, 1:].size, abs=1e-12)
     with pytest.raises(UserError, match=f"sequence 0 has 40 tokens, and a row has {ROW}"):
         hvdtrain.evaluate(run, {"tokens": [np.ones(40, np.int64), np.ones(3, np.int64)]})
 
