@@ -354,6 +354,8 @@ def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(loss: nn.Module
             {"metrics": {"rank": (lambda outputs, batch: outputs.argsort().argsort().double(), "min")}},
             "metric rank of a sample depends on the other",
         ),
+        ({"metrics": {"z": (lambda outputs, batch: batch["z"], "min")}}, r"metric z fails: KeyError: 'z'\n.*metrics; .*own_code.py:\d+"),
+        ({"metrics": {"none": (lambda outputs, batch: None, "min")}}, r"metric none fails: RuntimeError: Could not infer dtype"),
         ({"metrics": {"epochs": (absolute, "min")}}, "a metric or a sum named epochs"),
         ({"objective": "f1"}, "objective=f1 is no metric"),
         ({"val_data": None}, r"val_data is missing\n.*\n  fix: val_data= of the same kind, or data.val_share=0.1"),

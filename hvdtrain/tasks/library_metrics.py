@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.core.metrics import Parts
+from hvdtrain.core.own_line import own_line
 from hvdtrain.data.source import Padding
-from hvdtrain.errors import UserError
+from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, Any]]  # (outputs, batch) -> (preds, target)
 _KNOWN = ("sum", "mean", "max", "min", "cat", "stack")  # of _reduction()
 _FIX = '(metric, "max", lambda outputs, batch: (preds, target))'
+_UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.OwnMetric"
 
 
 def is_library_metric(thing: Any) -> bool:
@@ -74,28 +77,49 @@ class _Library:
         if not all(hasattr(field, "new_zeros") for field in batch.values()):
             what = f"metric {self.name} is of torchmetrics, which computes on tensors of torch"
             raise UserError(what, self.where, "framework=torch, or a function of arrays")
-        preds, target = _same_shape(outputs, batch["y"]) if self._inputs is None else self._inputs(outputs, batch)
+        preds, target = self._compared(outputs, batch)
         with self._lock:
             metric = self._metric.to(target.device)
             metric.reset()
-            try:
+            with self._named(f"{self.kind}.update() fails for outputs {tuple(preds.shape)}", _UPDATE):
                 metric.update(preds, target)
-            except (ValueError, RuntimeError) as error:
-                first_line = str(error).partition("\n")[0]
-                what = f"metric {self.name}: {self.kind}.update() fails for outputs {tuple(preds.shape)}: {first_line}"
-                raise UserError(what, self.where, _FIX) from error
             states = {state: getattr(metric, state) for state in self.defaults}
             return {state: [*value] if isinstance(value, list) else value.clone() for state, value in states.items()}, target
 
+    def _compared(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        """(preds, target). Raises UserError where a function of the user's fails, or gives anything else."""
+        if self._inputs is None:
+            return _same_shape(outputs, batch["y"])
+        with self._named("the function of its inputs fails", _FIX):
+            found = self._inputs(outputs, batch)
+        if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(hasattr(each, "new_zeros") for each in found):
+            shown = f"{len(found)} things" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            what = f"metric {self.name}: the function of its inputs gives {shown}, not two tensors"
+            raise UserError(what, self.where, _FIX)
+        preds, target = found
+        return preds, target
+
+    @contextlib.contextmanager
+    def _named(self, what: str, fix: str) -> Iterator[None]:
+        """An exception inside is a UserError with the metric's name; not where the memory is full."""
+        try:
+            yield
+        except Exception as error:
+            if exit_code_of(error) != BUG:
+                raise
+            found = f"metric {self.name}: {what}: {type(error).__name__}: {first_line(error)}"
+            raise UserError(found, f"{self.where}; {own_line(error)}", fix) from error
+
     def value_of(self, states: Mapping[str, Any]) -> float:
-        """The metric of states on the host. Raises UserError where it is several numbers."""
+        """The metric of states on the host. Raises UserError where it fails, or is several numbers."""
         with self._lock:
             metric = copy.deepcopy(self._metric).cpu()
         metric.reset()
         for state, value in states.items():
             setattr(metric, state, value)
         metric._update_count = 1  # else it warns that nothing was added
-        found = metric.compute()
+        with self._named(f"{self.kind}.compute() fails", "more samples; or hvdtrain.OwnMetric"):
+            found = metric.compute()
         if not hasattr(found, "numel") or found.numel() != 1:
             shown = f"{found.numel()} numbers" if hasattr(found, "numel") else f"a {type(found).__name__}"
             what = f"metric {self.name}: {self.kind} gives {shown}, not one"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdtrain.core.metrics import Better, Parts
-from hvdtrain.errors import UserError
+from hvdtrain.core.own_line import own_line
+from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric, has_sums_alone, is_library_metric
 
 WHERE = "hvdtrain.train(), metrics"
@@ -67,6 +69,8 @@ def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric | Gathe
 
 def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
     fix = f'{{"{name}": (function, "max")}} where higher is better, else "min"; or hvdtrain.OwnMetric'
+    if isinstance(given, tuple) and given:
+        _refuse_no_metric(name, given[0])
     if isinstance(given, tuple) and len(given) in (2, 3) and is_library_metric(given[0]):
         given = _of_library(name, *given)
     if isinstance(given, tuple) and len(given) == 2:
@@ -80,6 +84,15 @@ def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
         what = f"metric {name} has length={given.length} and of={given.of}"
         raise UserError(what, WHERE, "both: length numbers of each sample, and of(their sums); or neither: the mean of one number")
     return given
+
+
+def _refuse_no_metric(name: str, found: Any) -> None:
+    """Raises UserError for a class in place of an object of it, and for several metrics in one."""
+    if isinstance(found, type):
+        raise UserError(f"metric {name} is the class {found.__name__}", WHERE, f"an object of it: {found.__name__}(...)")
+    if any(kind.__name__ == "MetricCollection" and kind.__module__.startswith("torchmetrics.") for kind in type(found).__mro__):
+        what = f"metric {name} is a MetricCollection, of several numbers"
+        raise UserError(what, WHERE, "each of its metrics by a name of its own in metrics")
 
 
 def _of_library(name: str, metric: Any, better: Better, inputs: Any = None) -> OwnMetric | GatheredMetric:
@@ -117,20 +130,34 @@ def terms_of(
 ) -> dict[str, Any]:
     """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the framework.
 
-    Raises UserError where a function gives another shape than its metric declares.
+    Raises UserError where a function fails, or gives another shape than its metric declares.
     """
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():
-        value = metric.function(outputs, batch)
-        if metric.length:
-            terms[f"{name}_sum"] = _checked(name, rows(value, samples, False), (samples, metric.length))
-        elif isinstance(value, tuple) and len(value) == 2:
-            both = (_checked(name, rows(part, samples, True), (samples,)) for part in value)
-            terms[f"{name}_sum"], terms[f"{name}_count"] = both
-        else:
-            found = _checked(name, rows(value, samples, False), (samples,))
-            terms[f"{name}_sum"], terms[f"{name}_count"] = found, found == found  # noqa: PLR0124 (one of each: a NaN is in the sum)
+        with _named(name):
+            value = metric.function(outputs, batch)
+            if metric.length:
+                terms[f"{name}_sum"] = _checked(name, rows(value, samples, False), (samples, metric.length))
+            elif isinstance(value, tuple) and len(value) == 2:
+                both = (_checked(name, rows(part, samples, True), (samples,)) for part in value)
+                terms[f"{name}_sum"], terms[f"{name}_count"] = both
+            else:
+                found = _checked(name, rows(value, samples, False), (samples,))
+                terms[f"{name}_sum"], terms[f"{name}_count"] = found, found == found  # noqa: PLR0124 (one of each: a NaN is in the sum)
     return terms
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What a metric's function raises inside is a UserError with the metric's name; not where the memory is full."""
+    try:
+        yield
+    except Exception as error:
+        if exit_code_of(error) != BUG:
+            raise
+        what = f"metric {name} fails: {type(error).__name__}: {first_line(error)}"
+        fix = "correct it there; the function gets the model's outputs and the batch, by field"
+        raise UserError(what, f"{WHERE}; {own_line(error)}", fix) from error
 
 
 def _checked(name: str, found: Any, shape: tuple[int, ...]) -> Any:

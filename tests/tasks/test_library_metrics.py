@@ -239,3 +239,34 @@ def test_ranks_are_put_together_once_where_torch_distributed_runs(state: Any, re
     own: Any = read_metrics({"mine": (Count(state, reduction, **running), "max")})["mine"]
     found = own.function(torch.ones(4), {"y": torch.ones(4)})
     assert own.of(found if reduction == "cat" else found.sum(0).numpy()) == 4
+
+
+def test_a_metric_that_fails_is_told_by_its_name() -> None:
+    batch, few = {"y": torch.ones(4)}, {"y": torch.ones(1)}
+    for metric, message in (
+        (
+            torchmetrics.MaxMetric(),
+            r"metric mine: MaxMetric\.update\(\) fails for outputs \(4,\): .*\n.*\n  fix: .* a metric whose update\(\) takes",
+        ),
+        (torchmetrics.CatMetric(), r"metric mine: CatMetric\.update\(\) fails"),
+        (torchmetrics.retrieval.RetrievalMAP(), r"metric mine: RetrievalMAP\.update\(\) fails"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_metrics({"mine": (metric, "max")})["mine"].function(torch.ones(4), batch)
+    for inputs, message in (
+        (
+            lambda outputs, batch: outputs,
+            r"the function of its inputs gives a Tensor, not two tensors\n.*\n  fix: \(metric, \"max\", lambda",
+        ),
+        (lambda outputs, batch: (outputs, 1, 2), r"gives 3 things, not two tensors"),
+        (lambda outputs, batch: (outputs, batch["z"]), r"the function of its inputs fails: KeyError: 'z'\n.*test_library_metrics.py:\d+"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_metrics({"mine": (torchmetrics.R2Score(), "max", inputs)})["mine"].function(torch.ones(4), batch)
+    one: Any = read_metrics({"mine": (torchmetrics.R2Score(), "max")})["mine"]
+    with pytest.raises(UserError, match=r"metric mine: R2Score\.compute\(\) fails: ValueError: Needs at least .*\n.*\n  fix: more samples"):
+        one.of(np.asarray(one.function(torch.ones(1), few).sum(0)))
+    with pytest.raises(UserError, match=r"metric mine is the class R2Score\n.*\n  fix: an object of it: R2Score"):
+        read_metrics({"mine": (torchmetrics.R2Score, "max")})
+    with pytest.raises(UserError, match=r"metric mine is a MetricCollection, of several numbers\n.*\n  fix: each of its metrics by"):
+        read_metrics({"mine": (torchmetrics.MetricCollection([torchmetrics.R2Score()]), "max")})
