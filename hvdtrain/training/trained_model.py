@@ -215,8 +215,12 @@ class AskedSource(AroundSource):
         return {name: _in_form(batch[name], field, self.source.fields[name]) for name, field in self.fields.items()}
 
 
-def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None) -> AskedSource:
-    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the array, and windows without the last one.
+def asked_source(
+    given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None, with_targets: bool = True
+) -> AskedSource:
+    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the array.
+
+    with_targets: as an evaluation needs them; without, windows may lack their last token, which is predicted and not read.
 
     Raises UserError where that is nothing that as_source() knows, or does not fit the fields.
     """
@@ -226,7 +230,7 @@ def asked_source(given: Any, fields: Mapping[str, Field], name: str, where: str,
         given = {only: given[columns].to_numpy() if columns else given}
     elif only is not None and isinstance(given, Mapping):
         given = {field: given[field] for field in given if field == only} or given
-    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)) and not is_packed(fields):
+    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)) and not (with_targets or is_packed(fields)):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
     padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
     _refuse_masks(given, padding, where)

@@ -98,6 +98,8 @@ def test_tokens() -> None:
     logits = hvdtrain.predict(run, tokens)[:, -1]
     assert [int(row[1]) for row in rows] == logits.argmax(1).tolist() == tokens[:, -1].tolist()
     np.testing.assert_allclose([float(row[2]) for row in rows], torch.tensor(logits).double().softmax(1).amax(1), atol=2e-6)
+    with pytest.raises(UserError, match=r"the model takes tokens int64 \(9,\) below 7, the data have it as int64 \(8,\)"):
+        hvdtrain.evaluate(run, tokens[:, :-1])
 
 
 def test_what_is_wrong_with_the_command_or_the_file(capsys: pytest.CaptureFixture[str]) -> None:

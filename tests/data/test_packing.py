@@ -20,7 +20,7 @@ from sequence_jobs import JOB, Sequences, tokens
 import hvdtrain
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, first_fit, packed
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, known_lengths
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import language
 from hvdtrain.tasks.torch import TorchLanguage
@@ -50,6 +50,8 @@ def test_a_row_has_its_sequences_and_their_segments(of: Callable[[Any], Any]) ->
     assert batch["tokens"].tolist() == [[6, 7, 8, 9, 0, 0], [3, 4, 5, 10, 2, 0]]
     assert batch["segments"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 2, 2, 0]] and batch["segments"].dtype == np.int64
     assert source.read(np.array([], np.int64))["tokens"].shape == (0, 6)
+    lengths = known_lengths(source, "tokens")
+    assert lengths is not None and lengths.tolist() == [5, 4]
     assert source.notes[-1] == (
         "training: 3 sequences in 2 rows of 6 tokens, 75.0% of which are real; left out, as nothing is predicted in one token: 1"
     )

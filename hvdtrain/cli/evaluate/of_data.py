@@ -50,7 +50,7 @@ def predict_data(
     """
     config, communicator = unstaged(rank.config), rank.communicator
     model = load_checkpoint(rank, which, _inputs_alone)
-    source = _asked(rank, data, model.task)
+    source = _asked(rank, data, model.task, with_targets=False)
     lengths = known_lengths(source, "tokens")
     found = [
         of(predictions.outputs, model, None if lengths is None else lengths[indices])
@@ -71,9 +71,9 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
     return evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat).metrics
 
 
-def _asked(rank: Rank, data: AskedData, task: Task) -> Source:
+def _asked(rank: Rank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
     """The data with the fields of the task, the same on every rank."""
-    source = asked_source(data.given, task.fields, data.name, data.where, rank.config.data.workers)
+    source = asked_source(data.given, task.fields, data.name, data.where, rank.config.data.workers, with_targets)
     if rank.communicator.size > 1:
         found = {"samples": len(source), **digests(source, "given", rank.config.seed)}
         check_same_facts(rank.communicator, facts(rank.config, found, rank.communicator.name))
