@@ -30,6 +30,9 @@ class SaysWhatItRead(torch.nn.Module):
         self.scores = torch.nn.Embedding.from_pretrained(10 * torch.eye(11), freeze=False)
     def forward(self, tokens):
         return self.scores(tokens)
+class SaysWhatItReadOfRows(SaysWhatItRead):
+    def forward(self, tokens, segments):
+        return self.scores(tokens)
 """
 
 
@@ -45,11 +48,13 @@ def test_buckets_of_one_pass_have_no_effect_and_the_header_says_so(capsys: pytes
         assert text in capsys.readouterr().out
 
 
-def test_predict_says_the_last_token_of_each_sequence() -> None:
+@pytest.mark.parametrize(("key", "model"), [(PAD_TOKENS, "SaysWhatItRead"), ("data.pack=24", "SaysWhatItReadOfRows")])
+def test_predict_says_the_last_token_of_each_sequence(key: str, model: str) -> None:
     Path("module_of_padding.py").write_text(OF_MODULE)
-    words = ["task.name=language", PAD_TOKENS, "model.name=module_of_padding:SaysWhatItRead", "data.name=module_of_padding:sequences"]
-    assert main([*JOB, *words, "optim.base_lr=0", "stop.steps=1", "run=run"]) == 0
-    asked = ["--data", "module_of_padding:sequences", "--to", "said.csv", "model.name=module_of_padding:SaysWhatItRead"]
+    model = f"model.name=module_of_padding:{model}"
+    words = ["task.name=language", key, model, "data.name=module_of_padding:sequences"]
+    assert main([*JOB, *words, "batch.size=4", "optim.base_lr=0", "stop.steps=1", "run=run"]) == 0
+    asked = ["--data", "module_of_padding:sequences", "--to", "said.csv", model]
     assert main(["predict", "run", *asked, "batch.evaluate=7"]) == 0
     with Path("said.csv").open(newline="") as file:
         said = [int(row[1]) for row in list(csv.reader(file))[1:]]
