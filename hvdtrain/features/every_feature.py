@@ -86,6 +86,7 @@ FEATURES: tuple[JobFeature, ...] = (
     optim.GROUPS,
     optim.THAW,
     optim.LORA,
+    optim.WEIGHTS,
     passes.RECOMPUTE,
     lost.LOST,
     lost.SHRINK,

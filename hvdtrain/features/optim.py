@@ -140,6 +140,18 @@ def _thaw_conflicts(job: PlannedJob) -> Iterator[UserError]:
 THAW = JobFeature(key="model.thaw", on=lambda config: bool(config.model.thaw), rules=(_thaw_conflicts,), lines_of_recipe=_lines_of_thaw)
 
 
+def _weights_of_nothing(job: PlannedJob) -> Iterator[UserError]:
+    model = job.config.model
+    for key in ("weights_names", "weights_skip") if model.weights is None else ():
+        if given := getattr(model, key):
+            what = f"model.{key}={list(given)} is of model.weights, and there is none"
+            yield UserError(what, job.where(f"model.{key}"), f"model.weights=FILE, or leave model.{key} out")
+
+
+# model.weights: what a file has takes the place of first weights.
+WEIGHTS = JobFeature(key="model.weights", on=always, rules=(_weights_of_nothing,))
+
+
 def _lora_conflicts(job: PlannedJob) -> Iterator[UserError]:
     config, where = job.config, job.where("model.lora")
     if not config.model.lora:

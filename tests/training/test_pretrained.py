@@ -349,12 +349,14 @@ class Around(torch.nn.Module):
         ("model.name=mlp model.lora=['fc9']", "fits no torch.nn.Linear of the model"),
         ("model.name=mlp model.lora=['head'] model.lora_rank=11", "model.lora_rank=11 is more than a layer"),
         ("model.name=mlp model.lora_rank=4", "model.lora_rank needs model.lora"),
+        ("model.name=mlp model.weights_names=['a=b']", r"model.weights_names=\['a=b'\] is of model.weights, and there is none"),
+        ("model.name=mlp model.weights_skip=['fc*']", r"model.weights_skip=\['fc\*'\] is of model.weights, and there is none"),
         ("model.name=mlp model.lora=['fc1'] parallel.dense=b", "model.lora does not support parallel.dense=b"),
         ("framework=jax model.name=mlp model.lora=['fc1']", "framework=jax does not support model.lora"),
         ("model.name=test_pretrained:Around model.lora=['fc']", "the model does not call its layer fc: its adapter would do nothing"),
     ],
 )
-def test_what_has_no_adapter(words: str, what: str, tmp_path: Path) -> None:
+def test_what_has_no_adapter_or_no_weights(words: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=what):
         hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words.split())
 
