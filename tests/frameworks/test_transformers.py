@@ -194,6 +194,10 @@ def test_options_and_what_is_no_model(tmp_path: Path) -> None:
     assert run.weights["classifier.weight"].shape == (5, 16) and not any(".layer.1." in name for name in run.weights)
     for words, what in (
         ([f"model.name=transformers:{folder}", "model.trust_remote_code=true"], "bert of transformers has no option trust_remote_code"),
+        (
+            [f"model.name=transformers:{folder}", "model.hidden_dropout_prob=0.5x"],
+            r"transformers refuses .*'hidden_dropout_prob' with .*'0.5x'",
+        ),
         ([f"model.name=transformers:{tmp_path / 'none'}"], "there is no .*none/config.json"),
         ([f"model.name=transformers:{tmp_path / 'code'}"], "transformers does not read"),
         (["model.name=transformers:AutoModelForImageClassification"], "needs the folder of its configuration"),

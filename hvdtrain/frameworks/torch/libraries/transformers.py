@@ -65,7 +65,10 @@ def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], op
         wanted = {key: size for key, size in sizes.items() if hasattr(own, key)} | dict(options)
         labels = wanted.pop("num_labels", own.num_labels)
         found = read(folder, local_files_only=True, trust_remote_code=False, **wanted)
-    except (ValueError, TypeError, OSError, KeyError) as error:
+    except Exception as error:
+        _refuse_value(error, where)
+        if not isinstance(error, (ValueError, TypeError, OSError, KeyError)):
+            raise
         raise UserError(
             f"transformers does not read {folder}: {error}".partition("\n")[0], where, "a configuration of the library's own models"
         ) from error
@@ -77,6 +80,13 @@ def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], op
     if labels != found.num_labels:
         found.num_labels = labels  # makes names of classes, too
     return found
+
+
+def _refuse_value(error: Exception, where: str) -> None:
+    """Raises UserError for a value that a key of a configuration does not take: of huggingface_hub, where transformers has it."""
+    if any(kind.__name__ == "StrictDataclassFieldValidationError" for kind in type(error).__mro__):
+        what = str(error.__cause__ or error).partition(". Errors:")[0].partition("\n")[0]
+        raise UserError(f"transformers refuses the configuration: {what}", where, "a value of that type") from error
 
 
 def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
