@@ -73,17 +73,21 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
         choices = typing.get_args(kind)
         meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])
         return f"{key} takes {type_name(kind)}" + (f"; did you mean {meant}?" if meant else "")
-    example = _example(kind, default, value)
+    most = next((limit.max_length for limit in info.metadata if hasattr(limit, "max_length")), None)
+    example = _example(kind, default, value[:most] if isinstance(value, list) and most else value)
     shown = shlex.quote(f"{key}={example}")
-    return f"{key} takes {type_name(kind)}" + (f": {shown}" if example else "")
+    words = type_name(kind).replace("a list", f"a list of at most {most}", 1) if most else type_name(kind)
+    return f"{key} takes {words}" + (f": {shown}" if example else "")
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
     """A value of a type as one would type it, near what was given instead; empty where there is none to show."""
     if typing.get_origin(kind) in (list, tuple):
         inner = typing.get_args(kind)[0]
-        is_entry = type(value) in ((int, float) if inner in (float, LengthValue) else (inner,))
-        example = default or ([value] if is_entry else None)
+        inner = typing.get_args(inner)[0] if typing.get_origin(inner) is typing.Annotated and inner != LengthValue else inner
+        types = (int, float) if inner in (float, LengthValue) else (inner,)
+        entries = value if isinstance(value, list) else [value]
+        example = default or (entries if all(type(entry) in types for entry in entries) else None)
         return json.dumps(example, separators=(",", ":")).replace('"', "") if example else ""
     if type(default) not in (int, float):
         return ""

@@ -146,11 +146,12 @@ def check_task(config: Config, task: Task) -> None:
         raise UserError(
             f"task.name={task.name} has a metric or a sum named {short(wrong[0])}", where, "another name: a word that is not taken"
         )
+    has_masks = bool(getattr(task, "masks", {}))
     for key in ("mixup", "cutmix"):
-        has_part = key == "cutmix" and getattr(task, "masks", {})
-        if getattr(config.augment, key) and "classes" not in task.sizes and not has_part:
+        if getattr(config.augment, key) and "classes" not in task.sizes and not (key == "cutmix" and has_masks):
             what = f"augment.{key} mixes the labels of classes, which task.name={task.name} does not have"
-            raise UserError(what, config.where(f"augment.{key}"), f"augment.{key}=0")
+            fix = f"augment.{key}=0" + ("; or augment.cutmix, which pastes boxes of images with their masks" if has_masks else "")
+            raise UserError(what, config.where(f"augment.{key}"), fix)
     make_views(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
         what = f"log.noise_scale compares means over samples, and with task.name={task.name} their weights differ"

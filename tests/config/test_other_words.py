@@ -68,6 +68,11 @@ def is_right(*arguments: str) -> bool:
         (["seed=1", "--lr", "=0.1"], "write optim.base_lr=0.1, without spaces"),
         (["epochs=", "3"], "write epochs=3, without spaces"),
         (["log.trackers=tensorboard"], "log.trackers takes a list, each a text: 'log.trackers=[tensorboard]'"),
+        (["augment.color_jitter=0.4"], "augment.color_jitter takes a list of at most 4, each a number: 'augment.color_jitter=[0.4]'"),
+        (
+            ["augment.color_jitter=[0.4,0.4,0.4,0.1,0.1]"],
+            "augment.color_jitter takes a list of at most 4, each a number: 'augment.color_jitter=[0.4,0.4,0.4,0.1]'",
+        ),
         (["--deepspeed", "ds.json"], "docs/memory.md lists DeepSpeed's keys"),
         (["data=./photos"], "data is a section: write data.name=folder data.root=./photos; "),
         (["data.name=/data/photos"], "data.name=folder data.root=/data/photos"),

@@ -277,6 +277,11 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
         ("task.name=language task.ignore=11", own_data.tokens("train"), "task.ignore=11 is no token: they are 0 to 10"),
         ("task.name=regression augment.mixup=0.2", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.mixup mixes the labels of classes"),
         ("task.name=regression augment.cutmix=1.0", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.cutmix mixes the labels of classes"),
+        (
+            "task.name=segmentation augment.mixup=0.2",
+            numbers(**own_data.shapes("train")),
+            r"augment.mixup mixes the labels of classes(.|\n)*fix: augment.mixup=0; or augment.cutmix, which pastes boxes of images with",
+        ),
         ("task.name=language task.ignore=0 log.noise_scale=true", own_data.tokens("train"), "log.noise_scale compares means over samples"),
     ],
 )
