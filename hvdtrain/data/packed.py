@@ -121,7 +121,7 @@ class PackedRows(AroundSource):
 
     def known_lengths(self, name: str) -> np.ndarray | None:
         """The real tokens of each row."""
-        ends = np.cumsum([0, *self.lengths[self.rows.values]], dtype=np.int64)
+        ends = np.concatenate([[0], np.cumsum(self.lengths[self.rows.values])])
         return np.diff(ends[self.rows.edges]) if name == TOKENS else None
 
     @property
@@ -130,7 +130,7 @@ class PackedRows(AroundSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*notes_of(self.source), *[self.note][: bool(self.note)])
+        return (*notes_of(self.source), *([self.note] if self.note else []))
 
 
 def packed(source: Source, length: int, name: str, where: str) -> PackedRows:

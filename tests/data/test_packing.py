@@ -124,6 +124,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train(PACK, loss=sequence_jobs.loss_of_rows), "this job has a loss of a script"),
     (_train(LANGUAGE, PACK, train_data={"x": np.ones((50, 3))}), "the data have x, and no 'tokens' for data.pad or data.pack"),
     (_train(LANGUAGE, PACK, train_data={"tokens": tokens(), "segments": np.ones(50)}), "the data have a field segments"),
+    (_train(LANGUAGE, PACK, train_data=Sequences([np.full(20, sequence_jobs.VOCABULARY)] * 13)), "has 11, expected 0 to 10"),
     (_train(LANGUAGE, PACK, "data.pad={tokens: 0}"), "data.pad=.* does not go with data.pack"),
     (_train(LANGUAGE, PACK, "data.bucket_by=length"), "data.bucket_by=length does not go with data.pack"),
     (_train(LANGUAGE, PACK, "data.sample_weights=y"), "data.sample_weights=y does not go with data.pack"),

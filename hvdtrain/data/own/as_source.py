@@ -237,10 +237,18 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
         return dataclasses.replace(source, source=as_declared(source.source, fields))
     if isinstance(source, NamedArrays):
         return _arrays_as_declared(source, {name: kind for name, kind in declared.items() if found[name] != kind})
-    if not isinstance(source, (CheckedSource, DatasetSource)) and all(found[name] == kind for name, kind in declared.items()):
+    is_own = not isinstance(source, CheckedSource) and not isinstance(_innermost(source), DatasetSource)
+    if is_own and all(found[name] == kind for name, kind in declared.items()):
         return source  # hvdtrain's own, as of tokens, whose numbers are what its fields say
     inner = source.source if isinstance(source, CheckedSource) else source
     return CheckedSource(inner, where_of(source), declared)
+
+
+def _innermost(source: Source) -> Source:
+    """The source itself, or what it is around."""
+    while (inner := getattr(source, "source", None)) is not None:
+        source = inner
+    return source
 
 
 def _are_integers(found: Field, declared: Field) -> bool:
