@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import subprocess
 import sys
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -214,11 +216,18 @@ def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "it is no Zarr group (File is not a zip file)" in error_of(lambda: zarr.build("zarr", path, "train"))
+    path.write_bytes(whole.replace(b"PK\x01\x02", b"PK\x01\x00"))
+    assert "it is no Zarr group (Bad magic number" in error_of(lambda: zarr.build("zarr", path, "train"))
     damaged = bytearray(whole)
     damaged[whole.index(b"fields/u/c/1/0/0/0" if version == 3 else b"fields/u/1.0.0.0") + 60] ^= 16
     path.write_bytes(damaged)
     source = zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})
     assert "fields/u, samples 16 to 31: Bad CRC-32" in error_of(lambda: source.read(np.arange(101)))
+    with zipfile.ZipFile(path, "w") as file, zipfile.ZipFile(io.BytesIO(whole)) as before:
+        for name in before.namelist():
+            file.writestr(f"inner.zarr/{name}", before.read(name))
+    found = error_of(lambda: zarr.build("zarr", path, "train"))
+    assert "the zip file has the folder inner.zarr, and a Zarr group" in found and "cd inner.zarr && zip -0r ../train.zarr.zip ." in found
 
 
 CHECKED = ("crc", "gzip", "shards")
@@ -378,10 +387,12 @@ def test_damaged_and_foreign_hdf5_files(tmp_path: Path) -> None:
     assert "which is no int16" in error_of(lambda: read(dtypes={"x": "int16"}))
     with h5py.File(path, "r+") as file:
         file["link"] = h5py.ExternalLink("b.h5", "/x")
+        file["empty"] = h5py.Empty("f4")
         offset = file["gzip"].id.get_chunk_info(3).byte_offset
     of_hdf5(tmp_path / "b.h5")
     with h5py.File(tmp_path / "b.h5", "r+") as file:
         file["x"] = U
+    assert "/empty is empty: it has neither a shape nor numbers" in error_of(lambda: read("/empty"))
     assert "the numbers of /link are in another file" in error_of(lambda: read("/link"))
     raw = bytearray(path.read_bytes())
     raw[offset : offset + 40] = bytes(40)

@@ -127,6 +127,8 @@ class Hdf5File:
                 dataset = file[name]
                 if not hasattr(dataset, "chunks"):
                     raise no_such(f"array {name}, which is a group", self.names, self.file.path)
+                if dataset.shape is None:
+                    raise UserError(f"{name} is empty: it has neither a shape nor numbers", str(self.file.path), "another array")
                 if dataset.is_virtual or dataset.external or Path(dataset.file.filename) != self.file.path:
                     what = f"the numbers of {name} are in another file, to which this one has a link"
                     raise UserError(what, str(self.file.path), "the file that has them as data.root, or h5repack")

@@ -62,7 +62,19 @@ def _opened(path: Path) -> Any:
     try:
         return zarr.open_group(zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path), mode="r")
     except Exception as error:  # the library and its codecs raise of their own
+        _refuse_inner_folder(path)
         raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
+
+
+def _refuse_inner_folder(path: Path) -> None:
+    """Raises UserError where a zip file has the folder of a group, and not what is in it."""
+    entries: list[PurePosixPath] = []
+    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), zipfile.ZipFile(path) as file:
+        entries = [PurePosixPath(name) for name in file.namelist()]
+    top = next((entry.parts[0] for entry in entries if len(entry.parts) == 2 and entry.name in (".zgroup", "zarr.json")), None)
+    if top is not None:
+        what = f"the zip file has the folder {top}, and a Zarr group has its arrays at the top"
+        raise UserError(what, str(path), f"zip the contents: cd {top} && zip -0r ../{path.name} .")
 
 
 def _described(path: Path) -> list[str]:
