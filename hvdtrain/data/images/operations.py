@@ -1,7 +1,8 @@
 """Operations of RandAugment and of colour jitter on batches of images: each image has its own, those of a kind are computed together.
 
 All pixels are computed in integers, so numpy and torch on any device give the same bytes, whatever else is in the batch. Each operation is
-torchvision's function of the same name on uint8: to the bit, or to one grey level where torchvision computes in float32.
+torchvision's function of the same name on uint8: to the bit, or to one grey level where torchvision computes in float32; a pixel that a
+shear or rotation puts halfway between two may be the other one.
 """
 
 from __future__ import annotations
