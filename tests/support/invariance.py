@@ -33,9 +33,10 @@ GROWN = (  # a recipe with nearly everything
     'optim.groups=[{"names":"*.bias","rate":3,"momentum":0.7},{"names":"fc.*","rate":1.5,"decay":2}]'
 )
 SYNC = "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20"
-SEEN = (
-    "augment.flip=alternating augment.crop=1 augment.pad=reflect augment.rand_augment=1 augment.color_jitter=[0.4,0.4] augment.erase=0.5 "
-    "augment.cutmix=1.0 evaluate.views=6"
+SEEN = "augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6"
+MIXED = (
+    "model.name=linear optim.base_lr=0.05 augment.flip=true augment.rand_augment=1 augment.color_jitter=[0.4,0.4] augment.erase=0.5 "
+    "augment.cutmix=1.0"
 )
 JOBS = {
     "numpy softmax": f"framework=numpy model.name=linear optim.base_lr=0.05 {SEEN}",
@@ -53,6 +54,9 @@ JOBS = {
     "torch convnet, sync norm": SYNC,
     "torch convnet, sync norm, buckets": f"{SYNC} comm.reduce=bucket comm.bucket_mb=0.001",
     "torch convnet, sync norm, grown": f"{SYNC} recipe.growth=milestones recipe.grow_at=[0.1] recipe.grow_to=[77]",
+    "numpy, mixed labels": f"framework=numpy {MIXED}",
+    "torch, mixed labels, micro-batches": f"{MIXED} batch.micro=3",
+    "jax, mixed labels": f"framework=jax {MIXED}",
     "numpy, grown": f"framework=numpy {GROWN}",
     "torch, grown": GROWN,
     "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",
@@ -66,10 +70,10 @@ FEW = {  # one of each way to reduce and of each framework, and what they are co
         *("numpy softmax", "torch softmax, buckets", "jax softmax", "numpy least squares", "torch with an unused layer"),
         *("torch mlp", "torch mlp, buckets and micro-batches", "torch wide_resnet", "numpy, grown"),
         *("torch, grown, buckets and partition", "torch convnet, sync norm", "torch convnet, sync norm, buckets"),
-        "torch convnet, sync norm, grown",
+        *("torch convnet, sync norm, grown", "numpy, mixed labels", "torch, mixed labels, micro-batches"),
     )
 }
-FEW_JAX = {job: words for job, words in JOBS.items() if job not in ("jax convnet, micro-batches", "jax, grown")}
+FEW_JAX = {job: words for job, words in JOBS.items() if job not in ("jax convnet, micro-batches", "jax, grown", "jax, mixed labels")}
 
 
 class Unreduced:
