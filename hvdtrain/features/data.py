@@ -1,4 +1,4 @@
-"""data.readers, augment.crop and evaluate.views: how samples are read and cropped, and what an evaluation sees of an image."""
+"""Keys of data, augment.crop and evaluate.views: how samples are drawn, read, padded, packed and cropped, and seen by an evaluation."""
 
 from __future__ import annotations
 

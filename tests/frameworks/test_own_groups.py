@@ -16,6 +16,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.section import Given, name_of_object
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.optim.user_optimizer import take
+from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
 from hvdtrain.training.build import build_learner
 
 
@@ -174,6 +176,19 @@ class Strong(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.5) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
+def test_horovod_does_not_get_what_it_would_construct_otherwise() -> None:
+    """It constructs the class again from the groups: what the constructor alone acts on would be lost, all else is in the groups."""
+    named = list(net().named_parameters())
+    for optimizer, lost in (
+        (adagrad(named), "initial_accumulator_value"),
+        (by_depth(named), ""),
+        (torch.optim.Adam([p for _, p in named], betas=(0.5, 0.9), amsgrad=True), ""),
+        (Strong([p for _, p in named], weight_decay=0.1), "weight_decay"),  # of a class that is not torch's nobody knows
+    ):
+        take(optimizer, ())
+        assert fits_horovod(optimizer, named) == f"Horovod would construct {type(optimizer).__name__} again without its {lost}" * bool(lost)
 
 
 @pytest.mark.parametrize("named", ["test_own_groups:Strong", Strong])
