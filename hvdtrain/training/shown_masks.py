@@ -12,7 +12,7 @@ _LINE = 20  # pixels of a line of text
 _FONT = 13
 _SWATCH = 12
 _MOST_NAMED = 40  # classes in the legend
-_COLUMNS = ("image", "mask", "model")
+_COLUMNS = ("image", "mask", "prediction")
 _NO_CLASS = (205, 205, 205)
 _INK, _PAPER = (30, 30, 30), (255, 255, 255)
 
@@ -37,7 +37,7 @@ class Masks(NamedTuple):
 
 
 def picture(masks: Masks) -> np.ndarray:
-    """uint8 (height, width, 3): for each sample a row of its image, its mask and what the model says, and below the classes' colours."""
+    """uint8 (height, width, 3): for each sample a row of its image, its mask and the prediction, and below the classes' colours."""
     tiles = [_sized(tile) for tile in (_as_rgb(masks.images), _coloured(masks.true, masks.ignored), _coloured(masks.said, None))]
     n, height, width = tiles[0].shape[:3]
     row_height, width_and_gap = _LINE + height + _GAP, width + _GAP
