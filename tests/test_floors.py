@@ -1,4 +1,4 @@
-"""The structure of the code: imports point down, heavy libraries are imported only in certain files, and --help is fast."""
+"""The structure of the code: no merge markers, imports point down, heavy imports are in few files, and --help is fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import import_graph
 import pytest
 
-ROOT = Path(__file__).parent.parent / "hvdtrain"
+REPOSITORY = Path(__file__).parent.parent
+ROOT = REPOSITORY / "hvdtrain"
 FILES = sorted(ROOT.rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
@@ -54,6 +55,7 @@ ALLOWED = {  # the only files that may import these
     "pynvml": ("training/telemetry/energy.py",),
     "pickle": ("data/worker_pool.py",),  # between a rank and its own workers, through a pipe
 }
+MERGE_MARKERS = (b"<" * 7 + b" ", b"|" * 7 + b" ", b">" * 7 + b" ")
 BANNED_FILES = {"utils", "helpers", "common", "base", "misc", "manager"}
 
 
@@ -75,6 +77,19 @@ def test_heavy_libraries_are_imported_only_where_allowed(path: Path) -> None:
     for module in import_graph.imported_names(path):
         allowed = ALLOWED.get(module.split(".")[0])
         assert allowed is None or name.startswith(allowed), f"{name} imports {module}; only {allowed} may"
+
+
+def test_no_file_has_markers_of_a_merge() -> None:
+    files = [path for path in REPOSITORY.iterdir() if path.is_file()]
+    for folder in ("hvdtrain", "tests", "docs", "labs", "benchmarks", "configs", "jobs", ".ci"):
+        files += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    marked = [
+        f"{path.relative_to(REPOSITORY)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_bytes().splitlines(), 1)
+        if line.startswith(MERGE_MARKERS)
+    ]
+    assert len(files) > 1000 and marked == []
 
 
 def test_no_file_has_a_name_without_meaning() -> None:

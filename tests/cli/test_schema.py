@@ -1,4 +1,4 @@
-"""The JSON Schema of configuration files: the committed file is current, and accepts and rejects the same files as the reader."""
+"""The JSON Schema of configuration files: it has every key, and accepts and rejects the same files as the reader."""
 
 from __future__ import annotations
 
@@ -102,10 +102,9 @@ def test_what_is_refused_is_wrong(tmp_path: Path, content: str) -> None:
     assert mistakes(content)
 
 
-def test_the_committed_schema_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_schema_of_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
-    printed, committed = json.loads(capsys.readouterr().out), json.loads((CONFIGS / "schema.json").read_text())
-    assert committed == printed == json_schema(), "hvdtrain schema > configs/schema.json"
+    assert json.loads(capsys.readouterr().out) == json_schema()
     with pytest.raises(UserError, match="schema takes no arguments: x"):
         schema(["x"])
 
@@ -127,7 +126,8 @@ def test_the_tool_that_editors_and_ci_use_accepts_every_configuration(tmp_path: 
     files = sorted(CONFIGS.glob("*.yaml"))
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("batch:\n  sise: 3\n")
-    check = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(CONFIGS / "schema.json")]
+    (tmp_path / "schema.json").write_text(json.dumps(json_schema()))
+    check = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(tmp_path / "schema.json")]
     good = subprocess.run([*check, *map(str, files)], capture_output=True, text=True, check=False)
     assert good.returncode == 0, good.stdout
     bad = subprocess.run([*check, str(wrong)], capture_output=True, text=True, check=False)
