@@ -1,4 +1,4 @@
-"""hvdtrain: trains image classifiers on many workers, with Horovod or MPI between them and any framework inside one."""
+"""hvdtrain trains deep networks on many workers, with Horovod or MPI between them and any framework inside each one."""
 
 from __future__ import annotations
 

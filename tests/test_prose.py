@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "jobs/README.md", "tests/README.md")] + sorted((ROOT / "docs").glob("*.md"))
+FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "jobs/README.md", "tests/README.md")
+DOCS = [ROOT / name for name in FRONT] + sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *DOCS,
     ROOT / "tests" / "promises.md",
