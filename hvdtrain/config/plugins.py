@@ -256,9 +256,18 @@ def options_of(path: Path) -> type[BaseModel]:
 
 
 def _descriptions(docstring: str) -> dict[str, str]:
-    """The lines `option: text` of a docstring."""
-    pairs = (line.strip().partition(": ") for line in docstring.splitlines())
-    return {name: text for name, _, text in pairs if name.isidentifier()}
+    """option -> text, of the lines `option: text` of a docstring. A text goes on in lines that are indented more."""
+    found: dict[str, str] = {}
+    option = ""
+    for line in docstring.splitlines():
+        name, _, text = line.partition(": ")
+        if option and line.startswith("    "):
+            found[option] += f" {line.strip()}"
+            continue
+        option = name if name.isidentifier() else ""
+        if option:
+            found[option] = text
+    return found
 
 
 def _converted(section: OpenSection, path: Path) -> dict[str, Any]:

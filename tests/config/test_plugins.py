@@ -185,3 +185,15 @@ def test_a_misspelt_class_and_a_misspelt_choice_are_answered_with_the_right_one(
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
     assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'; did you mean clip?"
+
+
+def test_the_description_of_an_option_may_take_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "wide.py"
+    path.write_text(
+        '"""A model whose first paragraph\ntakes two lines.\n\nMore of it."""\n\n\n'
+        "def build(*, width: int = 3, depth: int = 2) -> None:\n"
+        '    """A model.\n\n    width: neurons of each layer,\n        or of all\n    depth: layers\n\n    Raises nothing.\n    """\n'
+    )
+    fields = options_of(path).model_fields
+    assert {name: field.description for name, field in fields.items()} == {"width": "neurons of each layer, or of all", "depth": "layers"}
+    assert help._first_paragraph(path) == "A model whose first paragraph takes two lines."
