@@ -6,11 +6,14 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pandas
 import pytest
 import zarr as zarr_library
 
 import hvdtrain
-from hvdtrain.data.datasets import csv, hdf5, zarr
+from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.source import notes_of
 from hvdtrain.data.stored.packing import unpacked, unpacked_dtype
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
@@ -138,3 +141,115 @@ def test_segmentation_of_arrays_with_a_mean_of_ones_own(tmp_path: Path) -> None:
     words = ["task.name=segmentation", "model.name=unet", "model.widths=[4,8]", "batch.size=6", "data.mean=[0.5,0.5,0.5]"]
     run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 2}, *words, "data.std=[0.5,0.5,0.5]", train_data=data, val_data=data)
     np.testing.assert_allclose(run.transform(data["x"]), data["x"].transpose(0, 3, 1, 2) / 127.5 - 1, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", ["f2", "f4", "f8", "i2"])
+@pytest.mark.parametrize("attribute", ["_FillValue", "missing_value", "valid_max", "valid_range"])
+def test_attributes_of_another_width_than_the_array(attribute: str, width: str) -> None:
+    """The number 0.1 of the attribute is that of the array, whichever has more bits."""
+    for number in (0.1, 200.0) if width != "i2" else (200,):
+        array = np.array([3, number, -9], width)
+        bound = np.float64(number) if width != "f8" else np.float32(number)
+        if attribute.startswith("valid"):
+            raw, dtype = np.array([-9, number], width), np.dtype(width)
+            found = unpacked(
+                raw, {attribute: bound if attribute == "valid_max" else np.array([-9, bound], bound.dtype)}, dtype, "u of f.nc"
+            )
+            assert found.tolist() == raw.tolist()
+        else:
+            missing = {attribute: np.array([-9, bound], bound.dtype) if attribute == "missing_value" else bound, "scale_factor": 1.0}
+            found = unpacked(array, missing, np.dtype("f8"), "u of f.nc")
+            assert np.isnan(found).tolist() == [False, True, attribute == "missing_value"]
+    assert not np.isnan(unpacked(np.array([44], "u1"), {"missing_value": 300.0, "scale_factor": 1.0}, np.dtype("f4"), "")).any()
+
+
+@pytest.mark.parametrize("name", ["", "__index_level_0__", "when"])
+def test_the_index_of_pandas_is_not_an_input(name: str, tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"a": [0.5, 1.5, 2.5], "b": [1.0, 2.0, 3.0], "y": [0, 1, 1]})
+    if name:
+        frame = frame.set_index(pandas.Index([5, 3, 9], name=None if name.startswith("_") else name))
+    frame.to_parquet(tmp_path / "t.parquet")
+    source = parquet.build("parquet", tmp_path / "t.parquet", "train")
+    np.testing.assert_array_equal(source.read(np.arange(3))["x"], frame[["a", "b"]].to_numpy())
+    notes = [note for note in source.notes if "not in x" in note]  # type: ignore[attr-defined]
+    assert [name in note for note in notes] == ([True] if name else [])
+    if name:
+        chosen = parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": name, "y": "y"})
+        assert chosen.read(np.arange(3))["x"].tolist() == [5, 3, 9]
+
+
+def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"a": [0.5, 1.5, 2.5], "y": [0, 1, 1]}, index=[5, 3, 9])
+    frame.to_csv(tmp_path / "a.csv")
+    with pytest.raises(UserError, match="a column without a name"):
+        csv.build("csv", tmp_path / "a.csv", "train")
+    read = pandas.read_csv(tmp_path / "a.csv")
+    read.to_csv(tmp_path / "b.csv", index=False)
+    assert csv.build("csv", tmp_path / "b.csv", "train").read(np.arange(3))["x"].tolist() == [0.5, 1.5, 2.5]
+    with pytest.raises(UserError, match="'Unnamed: 0' of data is the index of a table of pandas"):
+        as_source(read, "data", "train_data")
+
+
+@pytest.mark.parametrize("library", ["hdf5", "zarr"])
+def test_coordinates_are_not_data(library: str, tmp_path: Path) -> None:
+    """x and y of a grid number its points: nothing is trained on them unless data.fields says so."""
+    values = np.arange(4.0)
+    if library == "hdf5":
+        with h5py.File(tmp_path / "t.h5", "w") as file:
+            for name in ("x", "y"):
+                file[name] = values
+                file[name].make_scale(name)
+    else:
+        group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=3)
+        for name in ("x", "y"):
+            group.create_array(name, shape=(4,), dtype="f8", dimension_names=(name,))[:] = values
+    build, path = (hdf5.build, tmp_path / "t.h5") if library == "hdf5" else (zarr.build, tmp_path / "t.zarr")
+    with pytest.raises(UserError, match="which arrays are x and y"):
+        build(library, path, "train")
+    assert len(build(library, path, "train", fields={"x": "x", "y": "y"})) == 4
+
+
+@pytest.mark.parametrize("library", ["hdf5", "zarr"])
+def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path) -> None:
+    folder = tmp_path / ("t.h5" if library == "hdf5" else "t.zarr")
+    file = h5py.File(folder, "w") if library == "hdf5" else zarr_library.open_group(str(folder), mode="w")
+    create = file.create_dataset if library == "hdf5" else file.create_array
+    for name, more in {"x": {}, "packed": {"packed": 1}, "y": {}, "year": {}}.items():
+        array = create(name, shape=(60,), dtype="f4", chunks=(5,))
+        array[: 60 if name == "y" else 10] = 1
+        array.attrs.update({"scale_factor": 2.0} if more else {})
+    if library == "hdf5":
+        file.create_dataset("whole", shape=(60,), dtype="f4", fillvalue=7)
+        file.close()
+    build = hdf5.build if library == "hdf5" else zarr.build
+    for x in ["x", "packed", *(["whole"] if library == "hdf5" else [])]:
+        source = build(library, folder, "train", fields={"x": x, "y": "y"}, split_by="year", split_val=[0])
+        absent = "1 of 1 chunks of whole are not there, and are read as 7" if x == "whole" else f"10 of 12 chunks of {x} are not there"
+        notes = [note.partition(": ")[2] for note in notes_of(source)]
+        assert [note.startswith(start) for note, start in zip(notes, [absent, "10 of 12 chunks of year"], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("library", ["hdf5", "zarr", "npz", "csv", "parquet"])
+def test_the_column_of_the_split_has_a_value_for_each_sample(library: str, tmp_path: Path) -> None:
+    x, y, year = np.arange(8.0), np.arange(8.0), np.repeat([2000, 2001], [5, 3])
+    path = tmp_path / f"t.{'h5' if library == 'hdf5' else library}"
+    if library == "hdf5":
+        with h5py.File(path, "w") as file:
+            file.update({"x": x, "y": y, "year": year})
+    elif library == "zarr":
+        group = zarr_library.open_group(str(path), mode="w")
+        for name, values in {"x": x, "y": y, "year": year}.items():
+            group.create_array(name, data=values)
+    elif library == "npz":
+        np.savez(path, x=x, y=y, year=year)
+    else:
+        frame = pandas.DataFrame({"x": x, "y": y, "year": year})
+        frame.to_csv(path, index=False) if library == "csv" else frame.to_parquet(path)
+    build = {"hdf5": hdf5.build, "zarr": zarr.build, "npz": npz.build, "csv": csv.build, "parquet": parquet.build}[library]
+    fields = {"x": "x[1:]", "y": "y[1:]"}
+    with pytest.raises(UserError, match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)"):
+        build(library, path, "val", fields=fields, split_by="year", split_val=[2001])
+    source = build(library, path, "val", fields=fields, split_by="year[1:]", split_val=[2001])
+    assert source.read(np.arange(len(source)))["x"].tolist() == [5, 6, 7]
+    last = build(library, path, "train", fields={"x": "x[1::3]", "y": "y[1::3]"}, split_by="year[1::3]", split_val=[2001])
+    assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.own.arrays import is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk
@@ -86,6 +88,13 @@ class CsvFile:
     @property
     def names(self) -> list[str]:
         return self.header
+
+    @property
+    def coordinates(self) -> Collection[str]:
+        return [name for name in self.header if is_index(name)]
+
+    def note(self, name: str) -> str:
+        return ""
 
     def array(self, name: str) -> StoredArray:
         return TextColumns.of(self, [name], True)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,21 @@ class Hdf5File:
                 raise cut_off(self.file.path, first_line(error)) from None
         return found
 
+    @property
+    def coordinates(self) -> Collection[str]:
+        """Coordinates of dimensions, as netCDF and xarray write them."""
+        found = []
+        for name in self.names:
+            with self._dataset(name) as dataset:
+                if _text(dataset.attrs.get("CLASS")) == "DIMENSION_SCALE":
+                    found.append(name)
+        return found
+
+    def note(self, name: str) -> str:
+        with self._dataset(name) as dataset:
+            absent, of = _unwritten(dataset)
+            return f"{absent:,} of {of:,} chunks of {name} are not there, and are read as {dataset.fillvalue}" if absent else ""
+
     def array(self, name: str) -> StoredArray:
         with self._dataset(name) as dataset:
             check_dtype(dataset.dtype, name, self.file.path)
@@ -146,7 +161,23 @@ class Hdf5File:
                 raise UserError(what, str(self.file.path), "another array as data.split_by")
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
-            return np.asarray(dataset[:])
+            attributes = dict(dataset.attrs)
+            return unpacked(dataset[:], attributes, unpacked_dtype(dataset.dtype, attributes), f"{name} of {self.file.path}")
+
+
+def _text(attribute: Any) -> str:
+    return attribute.decode(errors="replace") if isinstance(attribute, bytes) else str(attribute)
+
+
+def _unwritten(dataset: Any) -> tuple[int, int]:
+    """Chunks that are not in the file, and how many there should be; an array without chunks counts as one."""
+    layout = dataset.id.get_create_plist().get_layout()
+    if not dataset.size or layout == _h5py().h5d.COMPACT:
+        return 0, 0
+    if dataset.chunks is None:
+        return int(dataset.id.get_storage_size() == 0), 1
+    of = math.prod(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    return of - dataset.id.get_num_chunks(), of
 
 
 def _is_whole(dataset: Any) -> bool:

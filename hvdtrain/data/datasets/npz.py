@@ -6,6 +6,7 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -101,6 +102,13 @@ class NpzFile:
         if head.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize != info.file_size:
             raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
         return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
+
+    @property
+    def coordinates(self) -> Collection[str]:
+        return ()
+
+    def note(self, name: str) -> str:
+        return ""
 
     def columns(self, names: list[str]) -> Blocks | None:
         return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import from_arrow
+from hvdtrain.data.own.arrays import from_arrow, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -56,6 +57,7 @@ class ParquetFile:
     file: FileOnDisk
     columns_in_file: list[str]
     edges: np.ndarray  # int64 (row groups + 1,)
+    coordinates: Collection[str]
 
     @staticmethod
     def of(path: Path) -> ParquetFile:
@@ -64,13 +66,18 @@ class ParquetFile:
         try:
             with pyarrow.parquet.ParquetFile(path) as opened:
                 rows = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
-                return ParquetFile(file, list(opened.schema_arrow.names), np.cumsum([0, *rows], dtype=np.int64))
+                names = list(opened.schema_arrow.names)
+                coordinates = _index_columns(names, opened.schema_arrow.metadata or {})
+                return ParquetFile(file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
 
     @property
     def names(self) -> list[str]:
         return self.columns_in_file
+
+    def note(self, name: str) -> str:
+        return ""
 
     def array(self, name: str) -> StoredArray:
         return RowGroups.of(self, [name])
@@ -98,6 +105,16 @@ class ParquetFile:
                 return [table[name].combine_chunks() for name in names]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(self.file.path, f"row group {group}: {first_line(error)}") from None
+
+
+def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> list[str]:
+    """The columns that hold the index of a frame of pandas, whose writer names them in the file's metadata."""
+    try:
+        listed = json.loads(metadata.get(b"pandas", b"{}"))["index_columns"]
+    except (ValueError, LookupError, TypeError):
+        listed = []
+    written = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []  # a range is not a column
+    return [name for name in names if name in written or is_index(name)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import struct
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -118,9 +119,17 @@ class ZarrGroup:
         check_dtype(array.dtype, name, self.path)
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
+        return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges)
+
+    @property
+    def coordinates(self) -> Collection[str]:
+        """Coordinates of dimensions, as xarray writes them."""
+        return [name for name, array in self._members() if _dimensions(array) == [PurePosixPath(name).name]]
+
+    def note(self, name: str) -> str:
+        array = self.opened(name)
         absent = array.nchunks - array.nchunks_initialized
-        note = f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as {array.fill_value}" if absent else ""
-        return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges, note)
+        return f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as {array.fill_value}" if absent else ""
 
     def opened(self, name: str) -> Any:
         """The array by the library. Raises UserError where there is none."""
@@ -147,7 +156,8 @@ class ZarrGroup:
         except Exception as error:
             raise cut_off(self.path, f"{name}: {first_line(error)}") from None
         if found.dtype.kind in "iufb":
-            return found
+            attributes = _attributes(array)
+            return unpacked(found, attributes, unpacked_dtype(array.dtype, attributes), f"{name} of {self.path}")
         return np.array([text.decode() if isinstance(text, bytes) else str(text) for text in found.tolist()], str)
 
 
@@ -160,7 +170,6 @@ class ZarrChunks:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     edges: np.ndarray = field(repr=False)
-    note: str = ""  # for the user: the format leaves out chunks of the fill value, and so lost ones look like them
     _array: list[Any] = field(default_factory=list, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -180,6 +189,11 @@ class ZarrChunks:
         if is_packed(attributes):
             return unpacked(found, attributes, self.dtype, f"{self.name} of {self.group.path}")
         return found.astype(self.dtype, copy=False)
+
+
+def _dimensions(array: Any) -> list[Any]:
+    """Names of the axes: an attribute that xarray writes in version 2, the format's own in version 3."""
+    return list(array.attrs.get("_ARRAY_DIMENSIONS") or getattr(array.metadata, "dimension_names", None) or ())
 
 
 def _attributes(array: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,12 @@ def _are_labels(y: np.ndarray, samples: int) -> bool:
 
 
 TARGETS = ("y", "label", "labels", "target")  # the first of them that a table has is y
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(\.\d+)*")
+
+
+def is_index(column: str) -> bool:
+    """Whether a column has the name that pandas gives to an index without one, in Parquet files and where it reads a CSV file."""
+    return _INDEX.fullmatch(column) is not None
 
 
 def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]:
@@ -165,6 +172,9 @@ def inputs_and_target(columns: Mapping[str, np.ndarray], name: str, where: str) 
     if target is None:
         return dict(columns)
     inputs = {column: array for column, array in columns.items() if column != target}
+    if (index := next(filter(is_index, inputs), None)) is not None and "x" not in inputs:
+        fix = f"frame.drop(columns={index!r}); pandas.read_csv(..., index_col=0); or another name, where it is an input"
+        raise UserError(f"column {index!r} of {name} is the index of a table of pandas, which numbers its rows", where, fix)
     if not inputs:
         raise UserError(f"{name} has the target {target} and no other column", where, "columns to predict it from")
     if "x" in inputs or len(inputs) == 1:

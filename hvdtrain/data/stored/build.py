@@ -52,13 +52,15 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
-    samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", files, paths, fields, wanted)
+    kinds, parts = _parts(files, paths, fields, wanted)
+    samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", parts, kinds, paths, fields, wanted)
     if not samples.parts:
         raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
-    source = StoredSource(samples, tuple(_notes(samples)))
+    source = StoredSource(samples, (*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)))
     checked = images_of(source) or CheckedSource(source, samples.name)
     if wanted.split_by is not None:
-        return subset(checked, _of_split(files, paths, wanted, split))
+        values = [_split_values(*one, wanted.split_by) for one in zip(files, paths, parts, strict=True)]
+        return subset(checked, _of_split(np.concatenate(values), paths, wanted, split))
     if split == "val" and not of_split_alone and not _names_split(wanted):
         what = f"{paths[0].name} has all samples, and no validation set of its own"
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
@@ -66,11 +68,21 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     return checked
 
 
-def _notes(samples: StoredSamples) -> Iterator[str]:
+def _notes(files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]], wanted: Wanted) -> Iterator[str]:
     """Lines for the user of each array that has one."""
-    for part in samples.parts:
-        for arrays in part.arrays.values():
-            yield from (f"{one.where}: {note}" for one in arrays if (note := getattr(one.array, "note", "")))
+    texts = dict.fromkeys([text for group in fields.values() for text in group] + [one for one in [wanted.split_by] if one is not None])
+    names = dict.fromkeys(name_and_words(text)[0] for text in texts)
+    for file, path in zip(files, paths, strict=True):
+        yield from (f"{path}: {note}" for name in names if (note := file.note(name)))
+
+
+def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted) -> Iterator[str]:
+    """A line for the user where a table has columns that number its rows, and are not among the inputs."""
+    names = (
+        [name for name in file.names if name in file.coordinates and name not in (*fields["x"], wanted.split_by)] if "x" in fields else []
+    )
+    if wanted.fields is None and names:
+        yield f"not in x, as they number the rows or the points of an axis: {', '.join(names)} (data.fields takes them)"
 
 
 def _check(wanted: Wanted) -> None:
@@ -100,7 +112,7 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
             if not name.isidentifier() or not _listed(texts):
                 raise UserError(f"data.fields has a field named {name!r:.40}", "data.fields", f"names of fields are words: {_FIELDS}")
         return {name: [text.replace("{split}", split) for text in _listed(texts)] for name, texts in wanted.fields.items()}
-    names = [name for name in file.names if name != wanted.split_by]
+    names = [name for name in file.names if name != _split_name(wanted) and name not in file.coordinates]
     target = next((name for name in TARGETS if name in names or f"/{name}" in names), None)
     if target is None or (len(names) < 2):
         raise UserError(f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}", str(path), _FIELDS)
@@ -112,14 +124,26 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
     return {"x": inputs, "y": [known[target]]}
 
 
-def _samples(name: str, files: list[StoredFile], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted) -> StoredSamples:
+def _split_name(wanted: Wanted) -> str | None:
+    return None if wanted.split_by is None else name_and_words(wanted.split_by)[0]
+
+
+def _parts(
+    files: list[StoredFile], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted
+) -> tuple[dict[str, Field], tuple[Part, ...]]:
+    """The fields, as the first file has them, and the samples of each file."""
     keys = count()
     arrays = [
         {field_name: list(_selected(file, path, texts, keys)) for field_name, texts in fields.items()}
         for file, path in zip(files, paths, strict=True)
     ]
     kinds = {field_name: _kind(field_name, arrays[0][field_name], wanted) for field_name in fields}
-    parts = tuple(_part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True))
+    return kinds, tuple(_part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True))
+
+
+def _samples(
+    name: str, parts: tuple[Part, ...], kinds: dict[str, Field], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted
+) -> StoredSamples:
     key = "" if any(path.is_dir() for path in paths) else f"{[_state(path) for path in paths]} {fields} {kinds}"
     return StoredSamples(kinds, tuple(part for part in parts if part.samples), name, BlockCache(wanted.cache_mb * 10**6), key)
 
@@ -193,10 +217,21 @@ def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
         raise UserError(what, str(path), f"data.cache_mb={2 * int(block_mb) + 1}, or write it again in smaller blocks (chunks, row groups)")
 
 
-def _of_split(files: list[StoredFile], paths: list[Path], wanted: Wanted, split: Split) -> np.ndarray:
+def _split_values(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
+    """The values of data.split_by (n,) for the samples of a file. Raises UserError where it has another number of them."""
+    name, words = name_and_words(text)
+    values = file.values(name)
+    selection = select(words, values.shape, text, str(path))
+    found = values[selection.first :: selection.step][: selection.samples]
+    if len(found) != part.samples:
+        fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
+        what = f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} samples ({fields})"
+        raise UserError(what, str(path), "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'")
+    return found
+
+
+def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split) -> np.ndarray:
     """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there are none."""
-    assert wanted.split_by is not None
-    values = np.concatenate([file.values(wanted.split_by) for file in files])
     if wanted.split_val is not None:
         known = np.unique(values)
         absent = [value for value in wanted.split_val if value not in known.tolist()]

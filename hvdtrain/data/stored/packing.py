@@ -49,7 +49,7 @@ def unpacked(raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any
             if found[word].dtype.kind not in "iufb" or not found[word].size:
                 raise UserError(f"the attribute {word} is {attributes[word]!r:.40}, not a number", where, "write it without this attribute")
     if _is_unsigned(attributes) and raw.dtype.kind == "i":
-        found = {word: one.astype(raw.dtype).view(_unsigned(raw.dtype)) if word not in _SCALE else one for word, one in found.items()}
+        found = {word: one if word in _SCALE else _as_unsigned(one, raw.dtype) for word, one in found.items()}
         raw = raw.view(_unsigned(raw.dtype))
     values = raw.astype(dtype)
     for word, operate in zip(_SCALE, (np.multiply, np.add), strict=True):
@@ -70,11 +70,36 @@ def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]
     absent = np.zeros(raw.shape, bool)
     for word in _MISSING:
         if word in found:
-            absent |= np.isin(raw, found[word])
+            absent |= np.isin(raw, _in_type(found[word], raw.dtype))
     low, high = found.get("valid_min", np.zeros(0)), found.get("valid_max", np.zeros(0))
     if "valid_range" in found:
         low, high = found["valid_range"][:1], found["valid_range"][1:2]
     for bound, is_outside in ((low, np.less), (high, np.greater)):
         if bound.size:
-            absent |= is_outside(raw if bound.dtype.kind == raw.dtype.kind else values, bound[0])
+            compared = raw if bound.dtype.kind == raw.dtype.kind else values
+            absent |= is_outside(compared, bound[0].astype(compared.dtype) if compared.dtype.kind == "f" else bound[0])
     return absent
+
+
+def _in_type(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """The numbers of an attribute in the type of the array, as far as it has them: float32(1e20) is not the float64 1e20.
+
+    An attribute of fewer bits than the array is also what its shortest decimal says: 0.1 and 1e20 of float32 are those of float64.
+    """
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            exact = numbers.astype(dtype)
+        return np.concatenate([exact, np.array([str(number) for number in numbers], dtype)]) if numbers.dtype.kind == "f" else exact
+    limits = np.iinfo(np.uint8 if dtype.kind == "b" else dtype)
+    whole_numbers = [int(number) for number in numbers.tolist() if np.isfinite(number) and int(number) == number]
+    return np.array([number for number in whole_numbers if limits.min <= number <= limits.max], dtype)
+
+
+def _as_unsigned(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """The numbers of an attribute, which may have a sign, as the integers without one of this type that are meant."""
+    if numbers.dtype.kind == "f":
+        return np.where(numbers < 0, numbers + 2.0 ** (8 * dtype.itemsize), numbers)
+    if dtype.itemsize == 8:
+        return numbers.astype(np.uint64)
+    signed = numbers.astype(np.int64)
+    return np.where(signed < 0, signed + 2 ** (8 * dtype.itemsize), signed)

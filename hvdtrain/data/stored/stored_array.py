@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +70,10 @@ class StoredFile(Protocol):
     def names(self) -> list[str]:
         """Names of all arrays or columns that hold numbers."""
 
+    @property
+    def coordinates(self) -> Collection[str]:
+        """Names among them that only number the rows, or the points of an axis: pandas' index, coordinates of netCDF. None is an input by itself."""
+
     def array(self, name: str) -> StoredArray:
         """Raises UserError where there is none of this name, or it has no numbers."""
 
@@ -77,6 +82,9 @@ class StoredFile(Protocol):
 
     def values(self, name: str) -> np.ndarray:
         """All of a column of numbers or texts (n,). Raises UserError where there is none."""
+
+    def note(self, name: str) -> str:
+        """A line for the user of an array of which a part was never written, so that its fill value is read; empty of any other."""
 
 
 def block_edges(rows: int, of_block: int) -> np.ndarray:
