@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.read import expand, read_run_config, resolve
+from hvdtrain.config.read import ACTS, CODE, configure, expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.process import command_line, path_argument
@@ -29,8 +29,9 @@ from hvdtrain.training.start import begin
 from hvdtrain.training.telemetry.update_log import NAME, read_updates
 
 USAGE = """\
-hvdtrain replay RUN
-  RUN    the run folder of a job with servers.log=true
+hvdtrain replay RUN [key=value ...]
+  RUN        the run folder of a job with servers.log=true
+  key=value  what RUN alone may not say, such as the name of your own code: model.name=mine:Net
 makes the updates of RUN/updates.bin again, one after the other in one process, each from a gradient at the weights that its worker had,
 and compares weights and optimizer state with the newest checkpoint, bit by bit. Exit code 0: they are the same; 82: they differ"""
 _MOST_BYTES = 2**40
@@ -41,13 +42,14 @@ def replay(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    if len(arguments) > 1 or arguments[0].startswith("-"):
-        raise UserError(f"one RUN is needed, not {' '.join(arguments)}", "command line of replay", USAGE.partition("\n")[0])
+    others = [word for word in arguments[1:] if word.partition("=")[0] not in (*CODE, *ACTS)]
+    if others or arguments[0].startswith("-") or "=" in arguments[0]:
+        raise UserError(f"one RUN is needed, not {' '.join(others or arguments)}", "command line of replay", USAGE.partition("\n")[0])
     if placement(os.environ).size > 1:
         raise UserError("replay is of one process", "command line of replay", "start it without a launcher")
     run = expand(arguments[0], "RUN")
+    config = unstaged(_config_of(run, arguments[1:]))
     header, updates = read_updates(run)
-    config = unstaged(_config_of(run))
     if header.first:
         what = f"the log begins at step {header.first}, and a replay begins at step 0"
         raise UserError(what, str(run), "a run that had servers.log=true from its beginning")
@@ -83,11 +85,11 @@ def _print_changes(run: Path) -> None:
             print(f"{key} was changed at step {start['step']}: the replay has the value of config.yaml from the beginning")
 
 
-def _config_of(run: Path) -> Config:
-    try:
-        return resolve(list(read_run_config(run)))
-    except OSError as error:
-        raise UserError(f"cannot read config.yaml: {error.strerror}", str(run), "a run folder") from None
+def _config_of(run: Path, arguments: Sequence[str]) -> Config:
+    """Raises UserError where it cannot be read, and where only the run names code."""
+    config = configure(None, [f"resume={run}", *arguments])
+    plugins.check_names(config)
+    return config.replace(resume="auto")
 
 
 def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: int) -> Arrays:

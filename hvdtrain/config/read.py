@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,
     MOST_KEYS,
+    REFERENCE,
     Dumper,
     References,
     check_key,
@@ -33,7 +33,6 @@ from hvdtrain.errors import UserError, first_line, short
 
 # Keys of one run, which a job that resumes it does not take over: where it ran, and for how long.
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
-_PLACES = ("run", "data.stage", "data.cache")  # where a job writes
 _RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # one of them is in every run folder
 
 MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
@@ -54,13 +53,13 @@ def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assi
     """
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
-    _refuse_code(resumed, {assignment.key for assignment in assigned})
-    if path is not None and _is_of_a_run(path):
-        _refuse_code(assigned, {assignment.key for assignment in assigned if assignment.origin == COMMAND_LINE})
-        _refuse_places([*resumed, *assigned], assigned)
-    else:
-        _refuse_places(resumed, assigned)
-    return resolve([*resumed, *assigned])
+    config = resolve([*resumed, *assigned])
+    typed = [assignment for assignment in assigned if assignment.origin == COMMAND_LINE]
+    from_a_run = path is not None and _is_of_a_run(path)
+    recorded = Recorded([*resumed, *assigned], typed if from_a_run else assigned)
+    recorded.refuse_code(config)
+    recorded.refuse_acts(config)
+    return config
 
 
 def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
@@ -106,20 +105,54 @@ def without_objects(hooks: Any) -> Any:
     return [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
 
 
-_CODE = ("data.name", "task.name", "model.name", "optim.name", "recipe.function", "hooks")  # keys whose value may be an import path
+CODE = ("data.name", "task.name", "model.name", "optim.name", "recipe.function", "hooks")  # keys whose value may be an import path
+ACTS = {  # key -> what its value does outside of the run folder
+    **dict.fromkeys(("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"),
+    "comm.address": "is where the ranks connect",
+    "model.download": "lets a model's code download",
+}
 
 
-def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:
-    """Code that only a run folder names is not imported: the folder may come from a stranger."""
-    for key, value, origin in resumed:
-        names_code = key in _CODE and set(".:") & set(str(value)) and not str(value).startswith("torch.optim.")
-        if names_code and key not in assigned and is_object(str(value)):
-            what = f"{key}={short(value)} is an object of a script, and only that script has it"
-            raise UserError(what, origin, go_on(key.partition(".")[0]))
-        if names_code and key not in assigned:
+class Recorded:
+    """What only the record of a run says, which may come from a stranger: keys that it sets, also by references to its other keys."""
+
+    def __init__(self, every: Sequence[Assignment], trusted: Sequence[Assignment]) -> None:
+        """every: the assignments of a configuration, in order; trusted: those of them that are the user's own."""
+        self._last = {assignment.key: assignment for assignment in every}
+        self._keys = self._last.keys() - {assignment.key for assignment in trusted}
+
+    def refuse_code(self, config: Config) -> None:
+        """Raises UserError for an import path: the values of `config` have no references."""
+        for key in CODE:
+            value = _value(config, key)
+            if not self._says(key) or not set(".:") & set(f"{value}") or f"{value}".startswith("torch.optim."):
+                continue
+            origin = self._last[key].origin
+            if is_object(f"{value}"):
+                what = f"{key}={short(value)} is an object of a script, and only that script has it"
+                raise UserError(what, origin, go_on(key.partition(".")[0]))
             shown = short(value if isinstance(value, str) else json.dumps(value))
-            fix = of_a_script(str(value)) or f"if you trust it, add the argument {key}={shown}"
+            fix = of_a_script(f"{value}") or f"if you trust it, add the argument {key}={shown}"
             raise UserError(f"{key}={shown} imports code, and only the run folder names it", origin, fix)
+
+    def refuse_acts(self, config: Config) -> None:
+        """Raises UserError where it says alone where the job writes or connects, or that it downloads."""
+        for key, does in ACTS.items():
+            value = _value(config, key)
+            if value is None or value is False or not self._says(key):
+                continue
+            shown = f"{key}={short('true' if value is True else value)}"
+            origin = next(self._last[name].origin for name in self._last if name == key or key.startswith(f"{name}."))
+            fix = f"if you want that, add the argument {shown}; if not, {key}={_elsewhere(key)}"
+            raise UserError(f"{shown} {does}, and only the configuration of a run says it", origin, fix)
+
+    def _says(self, key: str) -> bool:
+        """Whether its value, or a part of it, comes of the record."""
+        reached = [name for name in self._last if name == key or key.startswith(f"{name}.")]
+        for name in reached:  # grows by what the references of a value lead to
+            referred = [OTHER_NAMES.get(other, other) for other in REFERENCE.findall(f"{self._last[name].value}")]
+            reached += [other for other in referred if other in self._last and other not in reached]
+        return not self._keys.isdisjoint(reached)
 
 
 def _is_of_a_run(path: str) -> bool:
@@ -128,17 +161,8 @@ def _is_of_a_run(path: str) -> bool:
     return name == "config.yaml" or any(os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER)
 
 
-def _refuse_places(recorded: Sequence[Assignment], assigned: Sequence[Assignment]) -> None:
-    """Raises UserError where only the record of a run says where this job would write."""
-    said = {assignment.key for assignment in assigned if assignment.origin == COMMAND_LINE}
-    for key, value, origin in recorded:
-        if key in _PLACES and value is not None and key not in said:
-            what = f"{key}={short(value)} is where a job writes, and only the configuration of a run says it"
-            raise UserError(what, origin, f"if you want that, add the argument {key}={short(value)}; if not, {key}={_elsewhere(key)}")
-
-
 def _elsewhere(key: str) -> str:
-    return "ANOTHER" if key == "run" else "null"
+    return "ANOTHER" if key == "run" else "false" if key.endswith("download") else "null"
 
 
 def resolve(assigned: Sequence[Assignment]) -> Config:
@@ -285,7 +309,11 @@ def expand(path: str | Path, where: str) -> Path:
 
 
 def _value(config: Config, key: str) -> Any:
-    return functools.reduce(getattr, key.split("."), config)
+    """That of a key, or of an option of a plugin; None where there is none."""
+    found: Any = config
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+    return found
 
 
 def to_yaml(config: Config, leave_out: Collection[str] = (), only: dict[str, Any] | None = None) -> str:

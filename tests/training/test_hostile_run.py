@@ -9,6 +9,10 @@ import pytest
 from hostile_run import JOB, KINDS, clear, outside_folder, sound_run, tree
 from ranks import FULL, HANG_S, ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
+from hvdtrain.__main__ import main
+from hvdtrain.config.read import configure
+from hvdtrain.errors import USER, UserError
+
 SCRIPT = "tests/support/hostile_run.py"
 # HVDTRAIN_TEST_ROUNDS=full PYTEST_TIMEOUT=7200 pytest -m slow --basetemp=/dev/shm/hostile tests/training/test_hostile_run.py
 # tries every case, in half an hour of processor time.
@@ -43,6 +47,94 @@ def test_a_sample_of_hostile_run_folders(tmp_path: Path, arguments: tuple[str, .
     modules.mkdir()
     (modules / "sitecustomize.py").write_text(TORCH_STARTS_A_PROCESS)
     assert check(tmp_path, *arguments, path=str(modules)) == int(arguments[1])
+
+
+NAMES_CODE = [  # lines of a stranger's config.yaml, whose folder is stranger.net
+    "model.name: stranger.net",
+    "model.name: ${resume}",
+    "model.name: ${run}\nrun: stranger.net",
+    "model.name: ${data.root}\ndata.root: ${data.a}${data.b}\ndata.a: stranger\ndata.b: .net",
+    "optim.name: ${data.root}\ndata.root: stranger.net",
+    "task.name: ${data.root}\ndata.root: stranger:net",
+    "data.name: ${data.root}\ndata.root: stranger:net",
+    "recipe.function: ${data.root}\ndata.root: stranger:net",
+    "hooks: ['${data.root}']\ndata.root: stranger:net",
+]
+COMMANDS = [
+    "resume=stranger.net stop.steps=4",
+    "--config stranger.net/config.yaml run=stranger.net",
+    "check --config stranger.net/config.yaml run=stranger.net resume=stranger.net",
+    "plan --config stranger.net/config.yaml run=stranger.net resume=stranger.net",
+    "summary --config stranger.net/config.yaml run=stranger.net resume=stranger.net",
+    "bench step --config stranger.net/config.yaml run=stranger.net resume=stranger.net",
+    "sweep --config stranger.net/config.yaml --grid seed=1,2 --out out",
+    "evaluate stranger.net",
+    "predict stranger.net --images stranger.net --to x.csv",
+    "sample stranger.net --to x.txt",
+    "export stranger.net --to x.keras",
+    "replay stranger.net",
+]
+NEVER_IMPORTS = ["report stranger.net", "export stranger.net --to x.safetensors"]
+
+
+@pytest.mark.parametrize("lines", NAMES_CODE)
+def test_code_that_a_record_names_is_not_imported(
+    lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By no command, whatever references lead to its name; the user has typed the name of the folder alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass net: pass\n")
+    (tmp_path / "stranger.net" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "stranger.net" / "config.yaml").write_text(f"framework: numpy\n{lines}\n")
+    key = lines.partition(":")[0]
+    for command in COMMANDS:
+        trains_not = command.startswith(("evaluate", "predict", "sample", "export"))
+        code, said = main(command.split()), "".join(capsys.readouterr())
+        assert code == USER and not (tmp_path / "ran").exists(), (command, said)
+        if "${r" not in lines and not (trains_not and key in ("optim.name", "recipe.function", "hooks")):  # else it is not read, or is null
+            assert "imports code, and only the run folder names it" in said and f"add the argument {key}=" in said, (command, said)
+    for command in NEVER_IMPORTS:
+        main(command.split())
+        assert not (tmp_path / "ran").exists(), command
+
+
+def test_names_that_the_user_types_are_the_users(tmp_path: Path) -> None:
+    """Also by a reference; a file of the user's that refers to what a run folder says is not."""
+    record, mine = tmp_path / "config.yaml", tmp_path / "own" / "mine.yaml"
+    mine.parent.mkdir()
+    record.write_text("data.root: stranger:net\nmodel.name: linear\n")
+    mine.write_text("model.name: ${data.root}\n")
+    with pytest.raises(UserError, match="model.name=stranger:net imports code"):
+        configure(str(mine), [f"resume={tmp_path}"])
+    with pytest.raises(UserError, match="model.name=stranger:net imports code"):
+        configure(None, [f"resume={tmp_path}", "model.name=${data.root}"])
+    assert configure(None, [f"resume={tmp_path}", "model.name=${data.root}", "data.root=mine:Net"]).model.name == "mine:Net"
+    record.write_text("data: {a: '${data.a.b}', a.b: 1}\nmodel.name: ${data.a}\n")  # a key within a key that refers to it
+    with pytest.raises(UserError):
+        configure(None, [f"resume={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        (
+            "data.name: image_tokens\ndata.source: folder\ndata.source_options: {cache: /x}",
+            "data.source_options.cache=/x is where a job writes",
+        ),
+        ("comm.address: stranger.example:1", "comm.address=stranger.example:1 is where the ranks connect"),
+        ("model.download: true", "model.download=true lets a model's code download"),
+        ("data.cache: ${task.a}\ntask.a: /x", "data.cache=/x is where a job writes"),
+    ],
+)
+def test_what_a_record_does_outside_its_folder_needs_the_users_word(lines: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{lines}\n")
+    key, _, value = what.partition(" ")[0].partition("=")
+    with pytest.raises(UserError) as caught:
+        configure(str(tmp_path / "config.yaml"), [])
+    assert caught.value.what == f"{what}, and only the configuration of a run says it"
+    assert f"add the argument {key}={value}" in caught.value.fix
+    configure(str(tmp_path / "config.yaml"), [f"{key}={value}"])
 
 
 @needs_mpirun
