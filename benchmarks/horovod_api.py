@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hvdtrain.core.import_torchvision import import_torchvision
+
 HERE = Path(__file__).resolve().parent
 MODULES = {"hvdtrain-mpi": ("hvdtrain.horovod", "mpi"), "horovod": ("horovod.torch", "horovod")}
 SIZES = (1, 16, 1024, 65_536, 1_048_576)  # floats
@@ -52,9 +54,7 @@ def convnet() -> tuple[nn.Module, torch.Tensor]:
 
 def resnet50() -> tuple[nn.Module, torch.Tensor]:
     """161 gradients, 102 MB, as in Horovod's benchmark; images of 64 x 64 keep it to a second a step."""
-    from torchvision.models import resnet50 as build
-
-    return build(), torch.randn(4, 3, 64, 64)
+    return import_torchvision().models.resnet50(), torch.randn(4, 3, 64, 64)
 
 
 NETS = {"small": small_net, "mlp": mlp, "convnet": convnet, "resnet50": resnet50}

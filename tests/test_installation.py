@@ -1,4 +1,4 @@
-"""What an installed hvdtrain gives to programs beside it: the command, torchvision, the report's packages."""
+"""What an installed hvdtrain gives to programs beside it: the command, the report's packages; and what it leaves as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,27 @@ import pytest
 from packaging.requirements import Requirement
 from ranks import ROOT
 
-from hvdtrain.core.import_torchvision import define_missing_operators
+MODULE_WITH_TORCHVISION = """
+import torch
+from torchvision.transforms import v2
+
+
+class Pictures(torch.utils.data.Dataset):
+    classes = 2
+
+    def __init__(self, split):
+        self.transform = v2.RandomHorizontalFlip()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.transform(torch.full((1, 4, 4), index / 8)), index % 2
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+"""
 
 
 def program(code: str, folder: Path) -> str:
@@ -37,11 +57,21 @@ def test_the_folder_around_a_clone_does_not_shadow_the_package(tmp_path: Path) -
     assert program("import hvdtrain; print(len(hvdtrain.__version__) > 0)", tmp_path) == "True"
 
 
-def test_torchvision_imports_in_a_program_that_does_not_know_hvdtrain(tmp_path: Path) -> None:
-    found = entry_points(group="torch.backends")["hvdtrain"].load()
-    assert found is define_missing_operators
-    code = "from torchvision import datasets, models, transforms; print(models.resnet18(num_classes=3).fc.out_features)"
-    assert program(code, tmp_path) == "3"
+def test_an_import_of_torch_does_not_import_hvdtrain(tmp_path: Path) -> None:
+    """An entry point of the group torch.backends makes `import torch` fail for every program once the clone is moved or renamed."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert list(setup["options.entry_points"]) == ["console_scripts"]
+
+
+def test_user_modules_import_torchvision(tmp_path: Path) -> None:
+    """Also its CUDA build beside a CPU build of torch: in the command line's process and in workers, without torch.backends."""
+    (tmp_path / "mine.py").write_text(MODULE_WITH_TORCHVISION)
+    words = ["data.name=mine:Pictures", "model.name=mine:net", "data.workers=1", "batch.size=4", "max_steps=1", "speed.precision=fp32"]
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "hvdtrain", *words]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_command_finds_modules_of_the_current_folder(tmp_path: Path) -> None:

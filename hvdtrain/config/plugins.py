@@ -22,6 +22,7 @@ from hvdtrain.config.other_words import data_of_path, right_key, right_value, wi
 from hvdtrain.config.refusal import expected
 from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig, TaskConfig
 from hvdtrain.config.section import OpenSection, go_on, is_object
+from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
 
 # Names that share a file. Every other name is that of its file, and needs no line here.
@@ -89,6 +90,7 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
     fix = "write package.module:Class"
     if len(name) > MOST_NAME or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UserError(f"{short(name)} names no class", where, fix)
+    define_missing_operators()  # the module may import torchvision
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

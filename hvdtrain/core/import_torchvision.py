@@ -1,4 +1,4 @@
-"""torchvision beside a CPU build of torch, where `import torchvision` fails: the operators that its import names are defined before it."""
+"""torchvision's CUDA build beside a CPU build of torch, where `import torchvision` fails unless its operators are defined before."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+_CUDA_LIBRARY = "libtorch_cuda.so"
 _libraries: list[Any] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
 
 
 def import_torchvision() -> ModuleType:
     """The module torchvision, with its datasets, transforms and models. Raises UserError where it is missing or its import fails."""
     try:
-        define_missing_operators()  # hvdtrain may run from its source, without having been installed
+        define_missing_operators()
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
         raise UserError(f"torchvision cannot be imported: {error}", sys.executable, "pip install torchvision") from error
@@ -34,13 +35,15 @@ def import_torchvision() -> ModuleType:
 def define_missing_operators() -> None:
     """Defines torchvision's operators, without code, where its compiled library cannot be loaded: a CUDA build beside a CPU build of torch.
 
-    PyPI's torchvision is a CUDA build, and its import stops where it refers to the first operator; with this, all but the operators
-    themselves works. torch calls this at the end of `import torch` (entry point `torch.backends` in setup.cfg), so that
-    `import torchvision` works in any program of this environment. In all other environments it changes nothing.
+    PyPI's torchvision is a CUDA build, and its import stops where it refers to the first operator. With the definitions everything works
+    but the operators themselves. Call it before a library or a user's module that may import torchvision; in all other environments it
+    changes nothing, and does not import torch.
     """
+    if _libraries or "torchvision" in sys.modules or not _is_mismatched():
+        return
     import torch
 
-    if _libraries or torch.version.cuda or torch.version.hip or not _is_cuda_build_of_torchvision():
+    if torch.version.cuda or torch.version.hip:
         return
     library = torch.library.Library("torchvision", "DEF")
     for schema in _SCHEMAS:
@@ -48,14 +51,19 @@ def define_missing_operators() -> None:
     _libraries.append(library)
 
 
-def _is_cuda_build_of_torchvision() -> bool:
-    """Read from the names of the libraries that its compiled library needs, without loading it."""
+def _is_mismatched() -> bool:
+    """Whether torchvision's compiled library needs a library that torch does not have; nothing is loaded."""
     try:
-        spec = importlib.util.find_spec("torchvision")
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-        return any(b"libtorch_cuda.so" in path.read_bytes() for folder in folders for path in folder.glob("_C*.so"))
+        of_torch = any((folder / "lib" / _CUDA_LIBRARY).exists() for folder in _folders("torch"))
+        needed = (_CUDA_LIBRARY.encode() in path.read_bytes() for folder in _folders("torchvision") for path in folder.glob("_C*.so"))
+        return not of_torch and any(needed)
     except (OSError, ValueError):  # a module without a spec: not from a package index
         return False
+
+
+def _folders(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def _mismatch(error: Exception) -> UserError:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from hvdtrain.core.arrays import Batch
+from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line
@@ -236,7 +237,7 @@ def _pack(samples: Readable) -> bytes:
     if b"__main__" in packed and program is None:
         what = f"{samples.name} is defined in a notebook or a command line, which a worker process cannot import"
         raise UserError(what, samples.defined_at, "define it in a module: a file beside the notebook; or data.workers=0")
-    return pickle.dumps((program, sys.argv, packed))
+    return pickle.dumps((program, sys.argv, "torchvision" in sys.modules, packed))
 
 
 def _program() -> str | None:
@@ -298,8 +299,10 @@ def _receive(commands: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 def _unpack(message: bytes) -> Readable:
-    program, arguments, packed = pickle.loads(message)
+    program, arguments, needs_torchvision, packed = pickle.loads(message)
     sys.argv = arguments
+    if needs_torchvision:
+        define_missing_operators()
     if program is not None:
         _define(program)
     samples: Readable = pickle.loads(packed)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.__main__ import main
+from hvdtrain.core.import_torchvision import import_torchvision
 
 
 def told(capsys: Any, *words: str) -> str:
@@ -43,7 +43,7 @@ def test_the_numbers_are_those_of_torch(capsys: Any) -> None:
         "--json",
         "-",
     ]
-    found, model = json.loads(told(capsys, *words)), torchvision.models.resnet18(num_classes=10)
+    found, model = json.loads(told(capsys, *words)), import_torchvision().models.resnet18(num_classes=10)
     counter = FlopCounterMode(display=False)
     with counter:
         model.eval()(torch.zeros(1, 3, 64, 64))

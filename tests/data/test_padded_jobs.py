@@ -15,6 +15,7 @@ from sequence_jobs import JOB, PAD_TOKENS, made, tokens
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError
 
 OF_MODULE = """
@@ -96,6 +97,7 @@ def test_a_metric_of_a_library_counts_no_padding() -> None:
         given = {"train_data": data(tokens()), "val_data": val, "model": made(TwoClasses), "loss": loss, "metrics": metrics}
         return hvdtrain.train({}, *JOB, *words, **given)
 
+    import_torchvision()  # torchmetrics imports it
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy, f1 = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.BinaryAUROC
     for metric, inputs in ((accuracy(2, average="micro"), ()), (accuracy(2, ignore_index=0), ()), (f1(), ())):

@@ -11,6 +11,7 @@ import runpy
 from pathlib import Path
 
 import hvdtrain
+from hvdtrain.core.import_torchvision import define_missing_operators
 
 RESUMED = {
     "data.name": "own_datasets:noisy",
@@ -26,6 +27,7 @@ RESUMED = {
 
 def main(home: str, *names: str) -> None:
     folder, *programs = map(Path, (home, *names))
+    define_missing_operators()  # a program imports torchvision, here maybe a CUDA build beside a CPU build of torch
     ended = {}
     for program in programs:
         here = folder / program.stem

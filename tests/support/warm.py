@@ -29,7 +29,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
@@ -243,7 +242,7 @@ def _code_of(request: Request, libraries: list[str]) -> int:
     of_env = [os.path.abspath(path) for path in request.env.get(PATH, "").split(os.pathsep) if path]
     sys.path[:] = [first, *dict.fromkeys([*of_env, *libraries])]
     sys.orig_argv = [sys.executable, *request.argv]
-    for module in ("warm", "record", *_hvdtrain_of_another_path()):
+    for module in ("warm", "record"):
         del sys.modules[module]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -258,13 +257,6 @@ def _code_of(request: Request, libraries: list[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
-
-
-def _hvdtrain_of_another_path() -> list[str]:
-    """What the import of torch has imported of hvdtrain, for torchvision's sake, where this process is to have another hvdtrain."""
-    there = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "hvdtrain"}
-    spec = PathFinder.find_spec("hvdtrain", sys.path)
-    return list(there) if there and (not spec or spec.origin != there["hvdtrain"].__file__) else []
 
 
 def _leave(code: int) -> NoReturn:

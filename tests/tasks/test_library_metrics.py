@@ -10,14 +10,13 @@ import numpy as np
 import own_data
 import pytest
 import torch
-import torchmetrics
 from rank_threads import in_threads
-from torchmetrics.image import PeakSignalNoiseRatio
 
 import hvdtrain
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.metrics import Parts, add_sums, zero_sums
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import Source
@@ -26,6 +25,10 @@ from hvdtrain.tasks.task import Task, gathered
 from hvdtrain.tasks.user_functions import read_metrics, refuse_parts
 from hvdtrain.tasks.user_tasks import examples_of, measured
 from hvdtrain.training.build import build_learner, build_task
+
+import_torchvision()  # torchmetrics imports it, and would stop beside a CPU build of torch
+import torchmetrics  # noqa: E402
+from torchmetrics.image import PeakSignalNoiseRatio  # noqa: E402
 
 SHARES = ([0, 47], [0, 30, 47], [0, 5, 6, 47], [0, 0, 20, 47])  # where the ranks' samples begin and end
 

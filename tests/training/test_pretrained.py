@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision
 from pool import alone
 from pretrained_on_ranks import FROZEN, JOB, LORA, LORA_WAYS, THAW_WAYS, THAWED, WAYS, thawed_words
 from ranks import mpirun, needs_mpirun
@@ -19,6 +18,7 @@ from safetensors.torch import save_file as save_torch
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError
 
 
@@ -369,7 +369,7 @@ def test_a_run_without_adapters_has_nothing_to_merge(trained: Path, tmp_path: Pa
 def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights from a file, with the mean and deviation that they were trained with."""
     torch.manual_seed(0)
-    library = torchvision.models.resnet18(num_classes=10)
+    library = import_torchvision().models.resnet18(num_classes=10)
     torch.save(library.state_dict(), tmp_path / "resnet18.pt")
     x = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), np.uint8)
     data = {"x": x, "y": np.arange(12) % 10}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, nearest, short
 
 
@@ -43,6 +44,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
 
 
 def _load(where: str) -> Any:
+    define_missing_operators()  # transformers imports torchvision for models of images
     try:
         import transformers
     except ModuleNotFoundError as error:
