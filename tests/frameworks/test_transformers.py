@@ -15,10 +15,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import hvdtrain
+from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
 from hvdtrain.training.pretrained import read_weights
 
+define_missing_operators()  # transformers imports torchvision
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: make test-keras")
 
 WORDS = ["batch.size=12", "optim.name=sgd", "optim.base_lr=0", "speed.precision=fp64", "log.display=lines"]
