@@ -45,6 +45,10 @@ def features_of(engine: str) -> frozenset[Feature]:
     return frozenset(ast.literal_eval(value))
 
 
+# What batch systems call the number of tasks of a job, in which a process may have been started alone.
+_TASKS = ("SLURM_NTASKS", "PBS_NP", "LSB_DJOB_NUMPROC", "NSLOTS")
+
+
 class EngineChoice(NamedTuple):
     engine: str  # as in comm.engine=NAME
     reason: str
@@ -63,7 +67,8 @@ def select_engine(
 ) -> EngineChoice:
     """The engine of comm.engine=auto; `needs`: what the job asks of it."""
     if place.launcher == NO_LAUNCHER.launcher:
-        return EngineChoice("single", "no launcher")
+        tasks = next((f"{key}={environ[key]}" for key in _TASKS if environ.get(key, "1") != "1"), None)
+        return EngineChoice("single", f"no launcher ({tasks}: hvdtrain launch would start as many ranks)" if tasks else "no launcher")
     started = f"started by {place.launcher}"
     if place.launcher in TORCH_LAUNCHERS:
         return EngineChoice("torchdist", started)

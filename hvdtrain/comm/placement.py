@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,14 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
         open_mpi=False,
     ),
+    Launcher(  # MVAPICH 3 and 4
+        "MVAPICH's mpirun_rsh",
+        "MVP_COMM_WORLD_RANK",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_LOCAL_RANK",
+        "MVP_COMM_WORLD_LOCAL_SIZE",
+        open_mpi=False,
+    ),
     Launcher(
         "Open MPI's mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -117,6 +125,10 @@ _UNSUPPORTED = {
     "LSF_PM_TASKID": "LSF's blaunch",
     "MPT_LRANK": "HPE MPT's mpirun",
 }
+# How many processes there are, by launchers of which hvdtrain knows no other variable.
+_SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_NPROCS|JAX_NUM_PROCESSES")
+BY_LAUNCH = "HVDTRAIN_LAUNCH"  # `launch` sets it beside torchrun's variables, which repeat those of the launcher that it uses
+_ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun itself
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
 _FIX_OF_MISSING = {  # by the variable of the rank
     "RANK": (
@@ -145,6 +157,8 @@ def placement(environ: Mapping[str, str]) -> Placement:
     """
     placements: list[Placement] = []
     for launcher in LAUNCHERS:
+        if launcher.name == "torchrun" and BY_LAUNCH in environ and _ELASTIC not in environ:
+            continue
         found = _placement_by(launcher, environ, placements)
         if found is not None:
             placements.append(found)
@@ -155,12 +169,31 @@ def placement(environ: Mapping[str, str]) -> Placement:
     place = placements[0] if placements else _placement_by_srun(environ) or _placement_by(SUBMITIT, environ, ())
     if place is not None:
         return place
+    _refuse_unknown(environ)
+    return NO_LAUNCHER
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    """Raises UserError where a launcher that hvdtrain does not know has started this process: each of its processes would train alone."""
+    supported = f"supported: {', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
     for key, name in _UNSUPPORTED.items():
         if key in environ:
             what = f"{name} started this process, which is not supported: it does not tell how many processes there are"
-            supported = f"supported: {', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
             raise UserError(what, f"the environment: {key}={environ[key]}", f"unset {key} where this process is alone; {supported}")
-    return NO_LAUNCHER
+    for key, size in environ.items():
+        if _SIZE.fullmatch(key) and size.isdecimal() and int(size) > 1:
+            what = f"{key}={size}, but no variable says which of {size} ranks this process is: each of them would train alone"
+            raise UserError(what, "the environment", f"unset {key} where this process is alone; else one launcher starts all, {supported}")
+
+
+def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[str, str]:
+    """What torchrun sets, but for the address of rank 0; node: this one's number and how many there are, where that is known."""
+    rank, size = str(place.rank), str(place.size)
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.local_size)}
+    variables |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
+    if node is not None:
+        variables |= {"GROUP_RANK": str(node[0]), "GROUP_WORLD_SIZE": str(node[1])}
+    return variables
 
 
 def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]) -> Placement | None:
@@ -199,6 +232,8 @@ def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) ->
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
     """None in the batch script itself and in an allocation's shell, which are one process each."""
+    if SRUN.size not in environ and environ.get(SRUN.rank, "0") != "0":
+        raise UserError(f"srun set {SRUN.rank}={short(environ[SRUN.rank])}, but not {SRUN.size}", "the environment", _ONE_LAUNCHER)
     if SRUN.rank not in environ or SRUN.size not in environ:
         return None
     if "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
@@ -206,7 +241,7 @@ def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
     missing = [key for key in (*SRUN.variables, "SLURM_NODEID") if key not in environ]
     if missing:
         raise UserError(f"srun set some of its variables, but not {', '.join(missing)}", "the environment", _ONE_LAUNCHER)
-    tasks = _tasks_per_node(environ[SRUN.local_size])
+    tasks = tasks_per_node(environ[SRUN.local_size], SRUN.local_size)
     node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks):
         raise UserError(f"SLURM_NODEID={node}, but {SRUN.local_size} lists {len(tasks)} nodes", "the environment", _ONE_LAUNCHER)
@@ -214,13 +249,13 @@ def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
     return Placement(rank, size, local_rank, tasks[node], SRUN.name)
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """ "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else."""
+def tasks_per_node(text: str, where: str) -> list[int]:
+    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable that has it."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise UserError(f"{SRUN.local_size}={text!r} is not like 2(x2),1", "the environment", _ONE_LAUNCHER)
+            raise UserError(f"{where}={text!r} is not like 2(x2),1", "the environment", _ONE_LAUNCHER)
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 

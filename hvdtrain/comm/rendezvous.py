@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import random
 import re
 import resource
 import secrets
@@ -110,7 +111,7 @@ def _expand_range(piece: str) -> list[str]:
 
 def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> Rendezvous:
     host, port = parse_address(address)
-    peers = [] if place.local_size == place.size else _nodes(environ)
+    peers = [] if place.local_size == place.size else step_nodes(environ)
     return Rendezvous(host, port, next((peer for peer in peers if peer != host), ""))
 
 
@@ -126,7 +127,7 @@ def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
 
 def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
     """Rank 0 is on the step's first node. The port follows from job and step, so that each rank knows it without asking."""
-    nodes = _nodes(environ)
+    nodes = step_nodes(environ)
     if not nodes:
         raise UserError("srun did not set SLURM_STEP_NODELIST", "the environment", _FIX_ADDRESS)
     step = "/".join(environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
@@ -138,7 +139,17 @@ def _port(job: str) -> int:
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
-def _nodes(environ: Mapping[str, str]) -> list[str]:
+def free_port() -> int:
+    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError where there is none."""
+    for port in random.SystemRandom().sample(PORTS, 256):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise UserError("no port is free", f"{PORTS.start} to {PORTS.stop - 1} on {socket.gethostname()}", _FIX_ADDRESS)
+
+
+def step_nodes(environ: Mapping[str, str]) -> list[str]:
+    """The nodes of srun's step, else of SLURM's job; none elsewhere."""
     return expand_nodes(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
 
 

@@ -15,9 +15,9 @@ import pytest
 from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
 from hvdtrain.cli.launch import elastic
+from hvdtrain.cli.launch.allocation import Host, read_hostfile, read_hosts
 from hvdtrain.cli.launch.command import USAGE, launch
 from hvdtrain.cli.launch.launchers import (
-    Host,
     LaunchRequest,
     MpiKind,
     container_command,
@@ -26,12 +26,11 @@ from hvdtrain.cli.launch.launchers import (
     is_compatible,
     mpirun_command,
     ranks_per_host,
-    read_hostfile,
-    read_hosts,
     select_pmi,
     srun_command,
 )
 from hvdtrain.cli.launch.run import STOPPING
+from hvdtrain.comm.rendezvous import PORTS
 from hvdtrain.errors import REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
@@ -226,10 +225,13 @@ def test_command_in_a_container() -> None:
         container_command("apptainer", "/i.sif", ["/a:b"], False, [])
 
 
+BATCH_SYSTEMS = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "NSLOTS", "COBALT_", "OAR_", "FLUX_", "CUDA_VISIBLE", "MASTER_")
+
+
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A PATH of one empty folder, a Python in it, and an environment without a batch system."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "CUDA_VISIBLE"))]:
+    for name in [name for name in os.environ if name.startswith(BATCH_SYSTEMS)]:
         monkeypatch.delenv(name)
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -267,12 +269,86 @@ def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], mo
     assert command[-3:] == ["-m", "hvdtrain", "check"]
     crowd = launch_command(capsys, "-np", "9999", "--", "epochs=1")
     assert crowd == [run, *ROOT, *shlex.split("-np 9999 --bind-to none --map-by :OVERSUBSCRIBE"), python, "-m", "hvdtrain", "epochs=1"]
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", "6")
-    assert launch_command(capsys, "--")[len(ROOT) + 1 :] == ["-np", "6", "--bind-to", "none", "-x", "PATH", python, "-m", "hvdtrain"]
-    monkeypatch.delenv("SLURM_NTASKS")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert launch_command(capsys, "--")[len(ROOT) + 1 :][:2] == ["-np", "2"]
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASKS_PER_NODE": "2(x3),1"}
+PBS = {"PBS_JOBID": "7", "PBS_NODEFILE": "nodes"}
+LSF = {"LSB_JOBID": "7"}
+TWO = "-np 4 -H n1:2,n2:2"
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "expected"),
+    [
+        ({**SLURM, "SLURM_NTASKS": "7"}, "", "-np 7"),  # mpirun and srun find its hosts
+        ({**SLURM, "SLURM_NTASKS": "7"}, "-np 3", "-np 3"),
+        (SLURM, "", "-np 7 -H n1:2,n2:2,n3:2,n7:1"),
+        ({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2"}, "", "-np 12 -H n1:3,n2:3,n3:3,n7:3"),
+        (PBS, "", TWO),
+        (PBS, "-np 3", "-np 3 -H n1:2,n2:2"),
+        (PBS, "-H n5:3", "-np 3 -H n5:3"),
+        ({**PBS, "PBS_NODEFILE": "once", "PBS_NUM_PPN": "2"}, "", TWO),  # Torque
+        ({**PBS, "PBS_NODEFILE": "one"}, "-np 8", "-np 8 -H n1:8"),
+        ({**PBS, "PBS_NODEFILE": "one", "CUDA_VISIBLE_DEVICES": "0,1"}, "", "-np 2 -H n1:2"),
+        ({"COBALT_JOBID": "7", "COBALT_NODEFILE": "once"}, "", "-np 2 -H n1:1,n2:1"),
+        ({"OAR_JOB_ID": "7", "OAR_NODEFILE": "nodes"}, "", TWO),
+        ({**LSF, "LSB_DJOB_HOSTFILE": "nodes"}, "", TWO),
+        ({**LSF, "LSB_MCPU_HOSTS": "n1 2 n2 2"}, "", TWO),
+        ({**LSF, "LSB_HOSTS": "n1 n1 n2 n2"}, "", TWO),
+        ({"JOB_ID": "7", "NSLOTS": "4", "PE_HOSTFILE": "pe"}, "", TWO),
+        ({"JOB_ID": "7", "NSLOTS": "1"}, "", "-np 1"),
+        ({"FLUX_URI": "local:///f"}, "-np 2 --oversubscribe", "-np 2"),
+        (PBS, "--elastic", TWO),
+    ],
+)
+def test_ranks_of_a_batch_job(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: dict[str, str], words: str, expected: str
+) -> None:
+    program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    in_job(bare, monkeypatch, job)
+    command = launch_command(capsys, *words.split(), "--", "run=r")
+    assert command[len(ROOT) + 1 :][: len(expected.split())] == expected.split()
+    assert ("-H" in command) == ("-H" in expected)
+
+
+def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -> None:
+    monkeypatch.chdir(folder)
+    for name, text in {"nodes": "n1\nn1\nn2\nn2\n", "once": "n1\nn2\n", "one": "n1\n", "pe": "n1 2 q U\nn2 2 q U\n", "empty": ""}.items():
+        Path(name).write_text(text)
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "expected"),
+    [
+        ({**PBS, "PBS_NODEFILE": "nowhere"}, "", "the hosts of this PBS job cannot be read: PBS_NODEFILE: .*No such file"),
+        ({**PBS, "PBS_NODEFILE": "nowhere"}, "-np 2", "unset PBS_JOBID where the ranks are for this machine"),
+        ({**PBS, "PBS_NODEFILE": "empty"}, "", "no host in the file\n  where: PBS_NODEFILE=empty"),
+        ({"PBS_JOBID": "7"}, "", "PBS_NODEFILE is not set\n.*\n  fix: name them: launch -H n1:4,n2:4"),
+        (LSF, "", "this LSF job cannot be read: LSB_DJOB_HOSTFILE, LSB_MCPU_HOSTS and LSB_HOSTS are not set"),
+        ({"JOB_ID": "7", "NSLOTS": "4"}, "", "this SGE job cannot be read: NSLOTS=4, but PE_HOSTFILE is not set"),
+        ({"SLURM_JOB_ID": "7"}, "", "0 nodes in SLURM_JOB_NODELIST, 0 in SLURM_TASKS_PER_NODE"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "2*3"}, "", "SLURM_TASKS_PER_NODE='2\\*3' is not like"),
+        ({"FLUX_URI": "local:///f"}, "", "launch does not read the hosts of this Flux instance\n.*\n  fix: flux run -N 2 -n 8"),
+        (
+            PBS,
+            "-np 8",
+            "8 ranks, but the hosts have 4 slots\n  where: -np 8, hosts n1:2,n2:2\n  fix: -np 4; or more slots, as in -H n1:4,n2:4",
+        ),
+        (PBS, "--container i.sif --inside", "the mpirun of the image starts ranks on one host only, and this PBS job has 2"),
+    ],
+)
+def test_a_batch_job_whose_hosts_cannot_be_read(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str], words: str, expected: str
+) -> None:
+    """Never one rank, nor all of them on this host."""
+    program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    in_job(bare, monkeypatch, job)
+    with pytest.raises(UserError, match=expected):
+        launch([*words.split(), "--dry-run", "--", "run=r"])
 
 
 def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +487,8 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("-H n1:4,n2:4 --mpi mpich -- check", "mpirun -bind-to none -hosts n1:4,n2:4 -np 8 python -m hvdtrain check"),
         (
             "-H n1:4,n2:4 --mpi intel -- x.py a",
-            "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python -m hvdtrain.cli.launch.rank script x.py a",
+            "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 "
+            "python -m hvdtrain.cli.launch.rank --hosts n1:4,n2:4 --port 29500 script x.py a",
         ),
         ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python -m hvdtrain seed=2"),
         ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
@@ -442,6 +519,7 @@ def test_the_command_line_for_another_machine(
 def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 5.0.1'")
     monkeypatch.chdir(bare)
+    monkeypatch.setenv("MASTER_PORT", "29999")  # the user's own: none is looked for
     Path("my script.py").touch()
     command = launch_command(capsys, "-np", "1", "--", "my script.py", "--dry-run", "epochs=1")
     rank = [f"{bare}/python", "-m", "hvdtrain.cli.launch.rank"]
@@ -452,6 +530,9 @@ def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixtu
         *["--plain", "--logs", "l", "module", "tool", "a;b", "-np"],
     ]
     assert launch_command(capsys, "-np", "1", "--", f"{bare}/mpirun", "--x")[-6:] == [*rank, "program", f"{bare}/mpirun", "--x"]
+    monkeypatch.delenv("MASTER_PORT")
+    *_, option, port, kind, _ = launch_command(capsys, "-np", "1", "--", "my script.py")
+    assert (option, kind) == ("--port", "script") and int(port) in PORTS
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

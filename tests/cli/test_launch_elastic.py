@@ -15,6 +15,7 @@ from typing import NoReturn
 import pytest
 
 from hvdtrain.cli.launch import hosts, supervisor
+from hvdtrain.cli.launch.allocation import Host
 from hvdtrain.cli.launch.command import launch
 from hvdtrain.cli.launch.hosts import (
     FORGOTTEN_S,
@@ -34,7 +35,6 @@ from hvdtrain.cli.launch.hosts import (
     reason_to_give_up,
     this_machine,
 )
-from hvdtrain.cli.launch.launchers import Host
 from hvdtrain.cli.launch.program import value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import JobEvents, Record

@@ -16,7 +16,8 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
-from hvdtrain.cli.launch.rank import LONGEST, TaggedLines, log_of
+from hvdtrain.cli.launch.rank import LONGEST, TaggedLines, log_of, set_torch_variables
+from hvdtrain.comm.placement import Placement
 from hvdtrain.errors import STALLED, UserError
 
 LAUNCH = [sys.executable, "-c", "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"]
@@ -174,6 +175,41 @@ def run_launch(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
     with started(arguments, folder) as process:
         out, err = process.communicate()
         return process.returncode, out, err.partition("\n")[2]
+
+
+def variables_of_torch(place: Placement, environ: dict[str, str], hosts: str | None, port: str | None = "21000") -> dict[str, str]:
+    set_torch_variables(place, environ, hosts, port)
+    return environ
+
+
+def test_scripts_get_the_variables_of_torchrun() -> None:
+    """rank 5 of 4 + 2 on two hosts; values that the user has set stay, or are refused."""
+    place, hosts = Placement(5, 6, 1, 2, "Hydra's mpiexec"), "n1:4,n2:2"
+    found = variables_of_torch(place, {}, hosts)
+    assert found == {
+        **{"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+        **{"ROLE_RANK": "5", "ROLE_WORLD_SIZE": "6", "ROLE_NAME": "default"},
+        **{"MASTER_ADDR": "n1", "MASTER_PORT": "21000", "HVDTRAIN_LAUNCH": "1"},
+    }
+    cyclic = variables_of_torch(Placement(2, 6, 1, 4, "Hydra's mpiexec"), {}, hosts)
+    assert "GROUP_RANK" not in cyclic and cyclic["MASTER_ADDR"] == "n1"
+    one_host = variables_of_torch(Placement(1, 2, 1, 2, "Hydra's mpiexec"), {}, None)
+    assert (one_host["MASTER_ADDR"], one_host["GROUP_RANK"], one_host["GROUP_WORLD_SIZE"]) == ("127.0.0.1", "0", "1")
+    step = {"SLURM_STEP_NODELIST": "n[4-5]", "SLURM_NODEID": "1"}
+    srun = variables_of_torch(Placement(5, 6, 1, 2, "srun"), step, None)
+    assert (srun["MASTER_ADDR"], srun["GROUP_RANK"], srun["GROUP_WORLD_SIZE"]) == ("n4", "1", "2")
+    user = variables_of_torch(place, {"MASTER_ADDR": "n9", "MASTER_PORT": "5", "RANK": "5"}, hosts)
+    assert (user["MASTER_ADDR"], user["MASTER_PORT"]) == ("n9", "5")
+    with pytest.raises(UserError, match=r"LOCAL_RANK=3 is set, but .* 5 of 6, whose LOCAL_RANK is 1\n.*\n  fix: unset LOCAL_RANK"):
+        variables_of_torch(place, {"LOCAL_RANK": "3"}, hosts)
+
+
+@needs_mpirun
+def test_a_script_of_torch_distributed_meets(tmp_path: Path) -> None:
+    meets = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_rank(), d.get_world_size())"
+    (tmp_path / "meets.py").write_text(meets)
+    code, out, err = run_launch(["-np", "2", "--", "python", "meets.py"], tmp_path)
+    assert code == 0 and sorted(out.splitlines()) == ["[0] 0 2", "[1] 1 2"], err
 
 
 @needs_mpirun

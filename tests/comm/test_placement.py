@@ -37,6 +37,7 @@ MVAPICH2 = {
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
     "PMI_ID": "3",
 }
+MVAPICH = {key.replace("MV2", "MVP"): value for key, value in MVAPICH2.items()}
 DEEPSPEED = {
     "RANK": "3",
     "WORLD_SIZE": "8",
@@ -97,6 +98,7 @@ def without(environ: dict[str, str], key: str) -> dict[str, str]:
         (JSRUN, Placement(3, 8, 1, 2, "jsrun")),
         ({**JSRUN, **OPEN_MPI}, Placement(3, 8, 1, 2, "jsrun")),  # Spectrum MPI
         (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
+        (MVAPICH, Placement(3, 8, 1, 2, "MVAPICH's mpirun_rsh")),  # 3 and 4
         ({**MVAPICH2, "PMI_RANK": "3", "PMI_SIZE": "8"}, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
         (DEEPSPEED, Placement(3, 8, 1, 2, "deepspeed")),
         (SUBMITIT_LOCAL, Placement(1, 2, 1, 2, "submitit's local executor")),
@@ -104,7 +106,9 @@ def without(environ: dict[str, str], key: str) -> dict[str, str]:
         ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1"}, NO_LAUNCHER),  # its controller, which starts the tasks
         ({**OPEN_MPI, "LSF_PM_TASKID": "2"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # blaunch started mpirun's daemon
         ({"RANK": "3", "LOCAL_RANK": "1"}, NO_LAUNCHER),  # anyone may call a variable of his own RANK
-        ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NO_LAUNCHER),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "n1"}, NO_LAUNCHER),
+        ({**SRUN, **TORCHRUN, "RANK": "3", "WORLD_SIZE": "5", "HVDTRAIN_LAUNCH": "1"}, Placement(3, 5, 1, 2, "srun")),  # launch --slurm
+        ({**SRUN, **TORCHRUN, "HVDTRAIN_LAUNCH": "1", "TORCHELASTIC_RUN_ID": "x"}, Placement(3, 8, 1, 2, "torchrun")),  # in a script of it
         ({**TORCHRUN, **SRUN, "SLURM_PROCID": "1"}, Placement(3, 8, 1, 2, "torchrun")),  # srun starts a torchrun on each node
         ({**OPEN_MPI, **TORCHRUN}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # a wrapper that translates
         ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "8"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
@@ -166,8 +170,8 @@ def test_the_launchers_that_were_recorded() -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [OPEN_MPI, HOROVODRUN, HYDRA, FLUX, JSRUN, MVAPICH2],
-    ids=["mpirun", "horovodrun", "mpiexec", "flux", "jsrun", "mvapich2"],
+    [OPEN_MPI, HOROVODRUN, HYDRA, FLUX, JSRUN, MVAPICH2, MVAPICH],
+    ids=["mpirun", "horovodrun", "mpiexec", "flux", "jsrun", "mvapich2", "mvapich"],
 )
 def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
     launcher = next(launcher for launcher in LAUNCHERS if launcher.rank in environ)
@@ -180,6 +184,7 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
+        (without(SRUN, "SLURM_STEP_NUM_TASKS"), "srun set SLURM_PROCID=3, but not SLURM_STEP_NUM_TASKS"),
         (without(SRUN, "SLURM_LOCALID"), "srun set some of its variables, but not SLURM_LOCALID"),
         (without(SRUN, "SLURM_NODEID"), "but not SLURM_NODEID"),
         (without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "but not SLURM_STEP_TASKS_PER_NODE"),
@@ -294,6 +299,15 @@ def test_a_launcher_without_a_size_is_refused(sign: str, name: str) -> None:
     with pytest.raises(UserError, match=f"{name} started this process, which is not supported: .*\n  where: the environment: {sign}=1\n"):
         placement({sign: "1"})
     assert placement({**OPEN_MPI, sign: "3"}).launcher == "Open MPI's mpirun"
+
+
+@pytest.mark.parametrize("key", ["WORLD_SIZE", "NEWMPI_COMM_WORLD_SIZE", "MPI_NRANKS", "MPIRUN_NPROCS", "JAX_NUM_PROCESSES"])
+def test_a_size_without_a_rank_is_refused(key: str) -> None:
+    """Of a launcher that hvdtrain does not know: without this, each of its processes trains alone."""
+    with pytest.raises(UserError, match=rf"{key}=8, but no variable says which of 8 ranks .*\n.*\n  fix: unset {key} where .* alone; else"):
+        placement({key: "8"})
+    assert placement({key: "1"}) == placement({key: "many"}) == NO_LAUNCHER
+    assert placement({**OPEN_MPI, "NEWMPI_COMM_WORLD_SIZE": "8"}).launcher == "Open MPI's mpirun"
 
 
 def test_the_local_rank_that_other_launchers_add(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

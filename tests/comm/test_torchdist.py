@@ -324,6 +324,8 @@ def test_what_auto_means() -> None:
 
     mpirun = "Open MPI's mpirun"
     assert chosen("none", horovod=True) == ("single", "no launcher")
+    alone = ("single", "no launcher (SLURM_NTASKS=0: hvdtrain launch would start as many ranks)")
+    assert chosen("none", horovod=True, environ=("SLURM_NTASKS",)) == alone
     assert chosen(mpirun, horovod=True) == ("horovod", f"started by {mpirun}, Horovod is installed")
     assert chosen(mpirun, horovod=True, horovod_nccl=True, nccl=True)[0] == "horovod"
     assert chosen(mpirun, horovod=True, nccl=True) == (
@@ -351,6 +353,11 @@ def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29500",
     }

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.cli.launch import elastic
+from hvdtrain.cli.launch.allocation import Allocation, Host, find_allocation, read_hostfile, read_hosts, read_text
 from hvdtrain.cli.launch.launchers import (
     MPIS,
-    Host,
     LaunchRequest,
     MpiLauncher,
     available_cores,
@@ -27,8 +27,7 @@ from hvdtrain.cli.launch.launchers import (
     mpirun_command,
     nvidia_devices,
     output_of,
-    read_hostfile,
-    read_hosts,
+    ranks_per_host,
     select_pmi,
     srun_command,
     visible_gpus,
@@ -37,15 +36,16 @@ from hvdtrain.cli.launch.program import Program, check_exists, read_program, val
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.placement import placement
-from hvdtrain.comm.rendezvous import SECRET, new_secret
+from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] -- script.py | python -m MODULE | PROGRAM [arguments]
-  -np 8               ranks; default: the slots of the hosts, else SLURM_NTASKS, else the visible GPUs, else 1
-  -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: the allocation of the batch system, else this machine
+  -np 8               ranks; default: SLURM_NTASKS, else the slots of the hosts, else the visible GPUs, else 1
+  -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: those of the SLURM, PBS, LSF, SGE, Cobalt or OAR job that
+                      this is, else this machine
   --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE, $COBALT_NODEFILE; SGE's $PE_HOSTFILE
   --oversubscribe     allow more ranks than the hosts have slots (on this machine alone that is always allowed)
   --slurm             use srun instead of mpirun
@@ -61,8 +61,7 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
                       needs -np or hosts. srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2. With --container
                       the ranks run in an image there, by apptainer"""
 _COMMAND_LINE = "command line of launch"
-_ALLOCATION_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-_LARGEST_HOSTFILE_BYTES = 2**24
+_PORT_ELSEWHERE = 29500  # torchrun's own, where nobody can look which one is free
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -99,7 +98,9 @@ def _elastic(options: argparse.Namespace, program: Program) -> int:
         container = _container_prefix(options)
         return find_launcher(mpi_library_version([*container, "python3"] if container else [sys.executable]))
 
-    return elastic.launch_elastic(options, program, command, find, _ranks(options, (), os.environ))
+    named = any(value is not None for value in (options.hosts, options.hostfile, options.hosts_from))
+    allocation = None if named else _allocation(options, os.environ)
+    return elastic.launch_elastic(options, program, command, find, _ranks(options, (), None, os.environ), allocation)
 
 
 def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
@@ -113,15 +114,19 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
         what = f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
         raise UserError(what, _COMMAND_LINE, "one launcher only: hvdtrain under it, or launch without it")
     hosts = _hosts(options)
-    may_use_other_hosts = bool(hosts) or any(name in environ for name in _ALLOCATION_VARIABLES)
-    ranks = _ranks(options, hosts, environ)
+    allocation = None if hosts else _allocation(options, environ)
+    may_use_other_hosts = bool(hosts) or allocation is not None
+    ranks = _ranks(options, hosts, allocation, environ)
+    shares = ranks_per_host(hosts or (allocation.with_room_for(ranks) if allocation else ()), ranks)
+    if allocation is not None and not allocation.ranks:  # else mpirun and srun know the hosts of their SLURM job themselves
+        hosts = allocation.with_room_for(ranks)
     container = _container_prefix(options)
     python = [*container, "python3"] if container else [sys.executable]
     on_this_machine_only = not may_use_other_hosts and not options.slurm
     request = LaunchRequest(
         launcher="",
         ranks=ranks,
-        program=_command_of(program, python, options),
+        program=_command_of(program, python, options, shares, None if "MASTER_PORT" in environ else free_port()),
         hosts=hosts,
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
@@ -136,9 +141,12 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
     return mpirun_command(launcher.kind, replace(request, launcher=launcher.path))
 
 
-def _command_of(program: Program, python: Sequence[str], options: argparse.Namespace) -> tuple[str, ...]:
-    """The command line of a rank."""
-    return program.command(python, plain=options.plain, logs=options.logs)
+def _command_of(
+    program: Program, python: Sequence[str], options: argparse.Namespace, shares: Sequence[Host], port: int | None
+) -> tuple[str, ...]:
+    """The command line of a rank. shares: the ranks of each host, where hosts are known; port: where torch.distributed may meet."""
+    hosts = ",".join(f"{host.name}:{host.slots}" for host in shares) if len(shares) > 1 else None
+    return program.command(python, plain=options.plain, logs=options.logs, hosts=hosts, port=port)
 
 
 def _for_another_machine(options: argparse.Namespace, program: Program) -> list[str]:
@@ -158,8 +166,9 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
     if options.container is not None:  # apptainer shows it the current folder by itself
         binds = [word for folder in options.bind for word in ("--bind", folder)]
         python = ["apptainer", "exec", *binds, options.container, "python3"]
-    command = _command_of(program, python, options)
-    return command_for(options.mpi, _ranks(options, hosts, {}), hosts, command, options.env, options.oversubscribe)
+    ranks = _ranks(options, hosts, None, {})
+    command = _command_of(program, python, options, ranks_per_host(hosts, ranks), _PORT_ELSEWHERE)
+    return command_for(options.mpi, ranks, hosts, command, options.env, options.oversubscribe)
 
 
 def _with_srun(request: LaunchRequest, library_version: str, environ: Mapping[str, str]) -> list[str]:
@@ -181,7 +190,7 @@ def _with_mpirun_of_image(request: LaunchRequest, container: Sequence[str], opti
     inside = replace(
         request,
         launcher="mpirun",
-        program=_command_of(program, ["python3"], options),
+        program=_command_of(program, ["python3"], options, (), free_port()),
         hosts=(),
         forwarded=(),
         oversubscribe=request.ranks > available_cores(),
@@ -219,18 +228,39 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     if options.hostfile is None:
         return ()
     try:
-        with expand(options.hostfile, "--hostfile").open(encoding="utf-8") as file:
-            return read_hostfile(file.read(_LARGEST_HOSTFILE_BYTES).splitlines(), options.hostfile)
+        return read_hostfile(read_text(expand(options.hostfile, "--hostfile")).splitlines(), options.hostfile)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the hosts: {error}", "--hostfile", "a text file with a host in each line: n1 slots=4") from None
 
 
-def _ranks(options: argparse.Namespace, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
-    """-np, or its default as USAGE says."""
+def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allocation | None:
+    """The hosts of the batch job that this process is of, each with a slot for each GPU where the job was submitted without ranks.
+
+    Raises UserError where they cannot be read.
+    """
+    if options.ranks is not None and "FLUX_URI" in environ:
+        return None
+    allocation = find_allocation(environ)
+    if allocation is None:
+        return None
+    if options.inside and len(allocation.hosts) > 1 and options.ranks is None:
+        what = f"the mpirun of the image starts ranks on one host only, and this {allocation.system} job has {len(allocation.hosts)}"
+        raise UserError(what, "--inside", "without --inside: the host's launcher starts ranks in containers; or -np 4, for this host")
+    gpus = visible_gpus(environ)
+    if gpus and not allocation.ranks and (allocation.system == "SLURM" or allocation.slots == 1):
+        return allocation._replace(hosts=tuple(host._replace(slots=gpus) for host in allocation.hosts))
+    return allocation
+
+
+def _ranks(options: argparse.Namespace, hosts: Sequence[Host], allocation: Allocation | None, environ: Mapping[str, str]) -> int:
+    """-np, or its default as USAGE says. Raises UserError where it is more than the hosts have slots."""
+    if options.ranks is None and allocation is not None:
+        return allocation.ranks or allocation.slots
+    if allocation is not None and len(allocation.hosts) > 1 and not options.inside:
+        hosts = allocation.hosts
     slots = sum(host.slots for host in hosts)
     if options.ranks is None:
-        tasks = environ.get("SLURM_NTASKS", "")
-        return slots or (int(tasks) if tasks.isdecimal() else 0) or visible_gpus(environ) or 1
+        return slots or visible_gpus(environ) or 1
     if not re.fullmatch("[1-9][0-9]{0,6}", options.ranks):
         raise UserError(f"-np {short(options.ranks)} is no number of ranks", _COMMAND_LINE, "1 or more, as in -np 8")
     ranks = int(options.ranks)

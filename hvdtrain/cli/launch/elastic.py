@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdtrain.cli.launch import hosts
+from hvdtrain.cli.launch.allocation import Allocation, Host, read_hosts
 from hvdtrain.cli.launch.hosts import PROGRAM, Offer, choose
-from hvdtrain.cli.launch.launchers import Host, LaunchRequest, MpiLauncher, mpirun_command, read_hosts
+from hvdtrain.cli.launch.launchers import LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor
@@ -51,22 +52,28 @@ def refuse_without_elastic(options: Namespace) -> None:
 
 
 def launch_elastic(
-    options: Namespace, program: Program, command: Callable[[Namespace], list[str]], find: Callable[[], MpiLauncher], slots_here: int
+    options: Namespace,
+    program: Program,
+    command: Callable[[Namespace], list[str]],
+    find: Callable[[], MpiLauncher],
+    slots_here: int,
+    allocation: Allocation | None,
 ) -> int:
     """Runs a supervisor; returns the exit code.
 
-    command: launch's line for options with hosts and ranks. find: this machine's mpirun. slots_here: ranks where no hosts are named.
+    command: launch's line for options with hosts and ranks. find: this machine's mpirun. slots_here: ranks where no hosts are named,
+    and allocation is None: those of the batch job are taken otherwise.
     Raises UserError.
     """
     _refuse_others(options)
     run = _run_folder(program)
     limits = _limits(options)
-    offer = _offer(options, limits.most or slots_here)
+    offer = hosts.fixed(allocation.hosts) if allocation else _offer(options, limits.most or slots_here)
     if options.dry_run:
-        hosts = choose(offer.read(), limits.most)
-        if not hosts:
+        chosen = choose(offer.read(), limits.most)
+        if not chosen:
             raise UserError("no host is offered now", _WHERE, "a host in the list, as n1:4; without --dry-run launch waits for one")
-        print(shlex.join(command(_with_hosts(options, offer, hosts))))
+        print(shlex.join(command(_with_hosts(options, offer, chosen))))
         return DONE
     for key, value in _KEEPALIVE.items():
         os.environ.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{key}", value)

@@ -8,11 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hvdtrain.cli.launch.allocation import Host
 from hvdtrain.comm.placement import listed_devices
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.replicas.software import variables
@@ -21,25 +22,18 @@ MpiKind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and old
 MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}
 
 # Environment variables for ranks on other hosts, unless their name looks like a secret.
-_FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME")
+_FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
 _FORWARDED_PREFIXES = (
     *("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "JAX_", "XLA_"),
     *("OMP_", "MKL_", "KMP_", "UCX_", "FI_", "I_MPI_", "MPICH_", "PYTHON"),
 )
 _SECRET = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
-_HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
-_HOST_FIX = "hosts and the slots of each, as in -H n1:4,n2:4"
 _PMI_PLUGINS: dict[MpiKind, tuple[str, ...]] = {  # of srun; the preferred one first
     "openmpi4": ("pmix", "pmi2"),
     "openmpi5": ("pmix",),
     "mpich": ("pmi2", "cray_shasta"),
     "intel": ("pmi2",),
 }
-
-
-class Host(NamedTuple):
-    name: str
-    slots: int  # ranks that it may have
 
 
 @dataclass(frozen=True)
@@ -165,45 +159,6 @@ def container_command(runtime: str, image: str, folders: Sequence[str], nvidia: 
     for folder in dict.fromkeys(folders):
         command += ["--bind", folder]
     return [*command, "--pwd", folders[0], image, *program]
-
-
-def read_hosts(value: str) -> tuple[Host, ...]:
-    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises UserError."""
-    return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
-
-
-def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
-    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4 QUEUE ...`, as SGE does.
-
-    # begins a comment. Raises UserError.
-    """
-    hosts = []
-    for number, line in enumerate(lines, start=1):
-        name, *options = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
-        slots = next((option.partition("=")[2] for option in options if option.startswith("slots=")), None)
-        if slots is None and options and options[0].isdecimal():
-            slots = options[0]
-        if name:
-            hosts.append(_read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}"))
-    if not hosts:
-        raise UserError("no host in the file", path, "a host in each line, as in: n1 slots=4")
-    return _merged(hosts)
-
-
-def _read_host(value: str, where: str) -> Host:
-    match = _HOST.fullmatch(value.strip())
-    if not match or (match[2] is not None and not int(match[2])):
-        hint = "; scontrol show hostnames expands n[1-4]" if "[" in value else ""
-        raise UserError(f"cannot read the host '{short(value)}'", where, f"{_HOST_FIX}{hint}")
-    return Host(match[1], int(match[2] or 1))
-
-
-def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Each host once, with the sum of its slots."""
-    slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> tuple[str, ...]:

@@ -32,11 +32,18 @@ class Program(NamedTuple):
         """hvdtrain itself, which tags no lines: rank 0 speaks for all."""
         return self.kind == "hvdtrain"
 
-    def command(self, python: Sequence[str], *, plain: bool = False, logs: str | None = None) -> tuple[str, ...]:
-        """The command line of a rank. plain: without the rank before each line; logs: the folder of its log file."""
+    def command(
+        self, python: Sequence[str], *, plain: bool = False, logs: str | None = None, hosts: str | None = None, port: int | None = None
+    ) -> tuple[str, ...]:
+        """The command line of a rank. plain: without the rank before each line; logs: the folder of its log file.
+
+        hosts, port: of MASTER_ADDR and MASTER_PORT.
+        """
         if self.is_job:
             return (*python, "-m", "hvdtrain", *self.words)
-        options = ["--plain"] * plain + (["--logs", logs] if logs is not None else [])
+        options = ["--plain"] * plain
+        for option, value in (("--logs", logs), ("--hosts", hosts), ("--port", port)):
+            options += [] if value is None else [option, str(value)]
         return (*python, "-m", RANK, *options, self.kind, *self.words)
 
 

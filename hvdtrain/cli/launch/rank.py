@@ -1,4 +1,4 @@
-"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] script|module|program WORD ...: one rank of `launch -- train.py`."""
+"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] ... script|module|program WORD ...: one rank of `launch -- train.py`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.cli.launch.allocation import Host, read_hosts
+from hvdtrain.comm.placement import BY_LAUNCH, SRUN, Placement, placement, torchrun_variables
+from hvdtrain.comm.rendezvous import LOOPBACK, step_nodes
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.process import exit_now, flush_output, print_stderr
-from hvdtrain.errors import LOST, USER, UserError, exit_code_of
+from hvdtrain.errors import LOST, USER, UserError, exit_code_of, short
 from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
 
 APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
@@ -38,11 +40,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="hvdtrain.cli.launch.rank", allow_abbrev=False)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--logs")
+    parser.add_argument("--hosts", help="n1:4,n2:4, the ranks of each host, where there are several")
+    parser.add_argument("--port", help="of MASTER_PORT, where the environment has none")
     parser.add_argument("kind", choices=("script", "module", "program"))
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     try:
-        rank = placement(os.environ).rank
+        place = placement(os.environ)
+        rank = place.rank
+        set_torch_variables(place, os.environ, options.hosts, options.port)
         log = log_of(options.logs, rank)
     except UserError as error:
         print(f"hvdtrain: {error}", file=sys.stderr)
@@ -50,6 +56,41 @@ def main() -> int:
     tag = b"" if options.plain else f"[{rank}] ".encode()
     run = {"script": run_script, "module": run_module, "program": run_program}[options.kind]
     return Watched(lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program").run(tag, log)
+
+
+def set_torch_variables(place: Placement, environ: MutableMapping[str, str], hosts: str | None, port: str | None) -> None:
+    """Sets what torchrun sets, so that torch.distributed starts; MASTER_ADDR and MASTER_PORT stay as the user has set them.
+
+    Raises UserError where another one is set to something else.
+    """
+    shares = read_hosts(hosts) if hosts else ()
+    names = [host.name for host in shares] or step_nodes(environ)
+    wanted = torchrun_variables(place, _node(place, shares, environ))
+    for key, value in wanted.items():
+        if environ.get(key, value) != value:
+            what = f"{key}={short(environ[key])} is set, but this is rank {place.rank} of {place.size}, whose {key} is {value}"
+            raise UserError(what, f"the environment; the launcher is {place.launcher}", f"unset {key}")
+    environ.update(wanted, **{BY_LAUNCH: "1"})
+    if place.local_size == place.size:
+        environ.setdefault("MASTER_ADDR", LOOPBACK)
+    elif names:
+        environ.setdefault("MASTER_ADDR", names[0])
+    if port is not None:
+        environ.setdefault("MASTER_PORT", port)
+
+
+def _node(place: Placement, shares: Sequence[Host], environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The number of this host and how many there are; None where they are not known, or ranks do not fill the hosts one after the other."""
+    if place.local_size == place.size:
+        return 0, 1
+    if "SLURM_NODEID" in environ and place.launcher == SRUN.name:
+        return int(environ["SLURM_NODEID"]), len(step_nodes(environ))
+    first = 0
+    for number, host in enumerate(shares):
+        if (place.local_size, place.rank) == (host.slots, first + place.local_rank):
+            return number, len(shares)
+        first += host.slots
+    return None
 
 
 class StopRequest(EarlySignals):

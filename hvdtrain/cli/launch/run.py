@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.cli.launch.launchers import visible_gpus
-from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, new_secret, parse_address, secret_of
+from hvdtrain.comm.placement import Placement, torchrun_variables
+from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, free_port, new_secret, parse_address, secret_of
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.process import print_stderr, start_child
 from hvdtrain.errors import REQUEUE, UserError
@@ -120,14 +120,11 @@ class NodeOptions(NamedTuple):
     def environments(self, address: str) -> list[dict[str, str]]:
         """Variables for each process of this node, under torchrun's names; `address`: host:port of rank 0."""
         host, port = parse_address(address)
-        common = {
-            "WORLD_SIZE": str(self.num_nodes * self.processes),
-            "LOCAL_WORLD_SIZE": str(self.processes),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-        }
+        address_of_rank_0 = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        size = self.num_nodes * self.processes
         first_rank = self.node_id * self.processes
-        return [{**common, "RANK": str(first_rank + local), "LOCAL_RANK": str(local)} for local in range(self.processes)]
+        places = [Placement(first_rank + local, size, local, self.processes, "torchrun") for local in range(self.processes)]
+        return [torchrun_variables(place, (self.node_id, self.num_nodes)) | address_of_rank_0 for place in places]
 
 
 def spawn(arguments: Sequence[str]) -> int:
@@ -188,9 +185,7 @@ def _address(options: NodeOptions, job: Sequence[str]) -> str:
     if options.num_nodes > 1:
         what = f"{options.num_nodes} nodes need the address of rank 0"
         raise UserError(what, "comm.address", f"the same on every node: {_EXAMPLE}")
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return f"{LOOPBACK}:{probe.getsockname()[1]}"
+    return f"{LOOPBACK}:{free_port()}"
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.cli.launch.allocation import Host
 from hvdtrain.cli.launch.hosts import (
     Ended,
     Failure,
@@ -23,7 +24,6 @@ from hvdtrain.cli.launch.hosts import (
     reason_to_give_up,
     slots_of,
 )
-from hvdtrain.cli.launch.launchers import Host
 from hvdtrain.cli.launch.run import STOPPING, LauncherRun
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder

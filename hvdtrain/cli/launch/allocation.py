@@ -1,0 +1,145 @@
+"""The hosts of a job: -H, a hostfile, or what the batch system has given to the job that this process belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.comm.placement import tasks_per_node
+from hvdtrain.comm.rendezvous import expand_nodes
+from hvdtrain.errors import UserError, short
+
+LARGEST_BYTES = 2**24  # of a hostfile
+_HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
+_HOST_FIX = "hosts and the slots of each, as in -H n1:4,n2:4"
+_HOSTFILES = (  # a batch system, a variable of its jobs, the variable that names the file with the job's hosts
+    ("PBS", "PBS_JOBID", "PBS_NODEFILE"),
+    ("Cobalt", "COBALT_JOBID", "COBALT_NODEFILE"),
+    ("OAR", "OAR_JOB_ID", "OAR_NODEFILE"),
+    ("LSF", "LSB_JOBID", "LSB_DJOB_HOSTFILE"),
+    ("SGE", "PE_HOSTFILE", "PE_HOSTFILE"),
+)
+
+
+class Host(NamedTuple):
+    name: str
+    slots: int  # ranks that it may have
+
+
+class Allocation(NamedTuple):
+    system: str
+    hosts: tuple[Host, ...]
+    # Ranks that the job was submitted for; 0 where only the hosts and their slots are known.
+    ranks: int = 0
+
+    @property
+    def slots(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def with_room_for(self, ranks: int) -> tuple[Host, ...]:
+        """The hosts; one host alone has as many slots as ranks are asked for."""
+        return (self.hosts[0]._replace(slots=max(ranks, self.slots)),) if len(self.hosts) == 1 else self.hosts
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """What the batch system's variables say; None outside of its jobs. Raises UserError where they name no hosts that can be read."""
+    if "SLURM_JOB_ID" in environ:
+        return _of_slurm(environ)
+    for system, job, file in _HOSTFILES:
+        if job in environ:
+            return Allocation(system, _of_lsf_lists(environ) or _of_file(system, job, file, environ))
+    tasks = environ.get("NSLOTS", "")
+    if "JOB_ID" in environ and tasks.isdecimal() and int(tasks) > 1:
+        raise _unreadable("SGE", f"NSLOTS={tasks}, but PE_HOSTFILE is not set", "NSLOTS")
+    if "FLUX_URI" in environ:
+        fix = "flux run -N 2 -n 8 python -m hvdtrain ...; or launch -np 8 ..., for this host"
+        raise UserError("launch does not read the hosts of this Flux instance", f"FLUX_URI={short(environ['FLUX_URI'])}", fix)
+    return None
+
+
+def _unreadable(system: str, reason: str, variable: str) -> UserError:
+    fix = f"name them: launch -H n1:4,n2:4 ...; or unset {variable} where the ranks are for this machine"
+    return UserError(f"the hosts of this {system} job cannot be read: {reason}", f"the variables of {system}", fix)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Allocation:
+    names = expand_nodes(environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")))
+    listed = environ.get("SLURM_TASKS_PER_NODE", "")
+    tasks = tasks_per_node(listed, "SLURM_TASKS_PER_NODE") if listed else []
+    if not names or len(names) != len(tasks):
+        reason = f"{len(names)} nodes in SLURM_JOB_NODELIST, {len(tasks)} in SLURM_TASKS_PER_NODE"
+        raise _unreadable("SLURM", reason, "SLURM_JOB_ID")
+    hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
+    ranks = environ.get("SLURM_NTASKS", "")
+    return Allocation("SLURM", hosts, int(ranks) if ranks.isdecimal() else 0)
+
+
+def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """LSF's hosts in variables, where it names no file: LSB_MCPU_HOSTS "n1 4 n2 4", LSB_HOSTS "n1 n1 n2"; none of another system."""
+    if "LSB_JOBID" not in environ or "LSB_DJOB_HOSTFILE" in environ:
+        return ()
+    words = environ.get("LSB_MCPU_HOSTS", "").split()
+    pairs = [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=False)]
+    named = pairs or environ.get("LSB_HOSTS", "").split()
+    return _merged(_read_host(host, "LSB_MCPU_HOSTS" if pairs else "LSB_HOSTS") for host in named)
+
+
+def _of_file(system: str, job: str, variable: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    path = environ.get(variable)
+    if not path:
+        unset = f"{variable}, LSB_MCPU_HOSTS and LSB_HOSTS are not set" if system == "LSF" else f"{variable} is not set"
+        raise _unreadable(system, unset, job)
+    try:
+        hosts = read_hostfile(read_text(Path(path)).splitlines(), f"{variable}={path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(system, f"{variable}: {error}", job) from None
+    each = environ.get("PBS_NUM_PPN", "")  # of Torque, where its file has each host once
+    if system == "PBS" and each.isdecimal() and all(host.slots == 1 for host in hosts):
+        return tuple(Host(host.name, max(1, int(each))) for host in hosts)
+    return hosts
+
+
+def read_text(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.read(LARGEST_BYTES)
+
+
+def read_hosts(value: str) -> tuple[Host, ...]:
+    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises UserError."""
+    return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
+
+
+def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
+    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4 QUEUE ...`, as SGE does.
+
+    # begins a comment. Raises UserError.
+    """
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        name, *options = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
+        slots = next((option.partition("=")[2] for option in options if option.startswith("slots=")), None)
+        if slots is None and options and options[0].isdecimal():
+            slots = options[0]
+        if name:
+            hosts.append(_read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}"))
+    if not hosts:
+        raise UserError("no host in the file", path, "a host in each line, as in: n1 slots=4")
+    return _merged(hosts)
+
+
+def _read_host(value: str, where: str) -> Host:
+    match = _HOST.fullmatch(value.strip())
+    if not match or (match[2] is not None and not int(match[2])):
+        hint = "; scontrol show hostnames expands n[1-4]" if "[" in value else ""
+        raise UserError(f"cannot read the host '{short(value)}'", where, f"{_HOST_FIX}{hint}")
+    return Host(match[1], int(match[2] or 1))
+
+
+def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Each host once, with the sum of its slots."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
