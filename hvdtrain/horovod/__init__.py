@@ -62,6 +62,7 @@ from hvdtrain.horovod.collectives import reducescatter_async as reducescatter_as
 from hvdtrain.horovod.collectives import sparse_allreduce_async as sparse_allreduce_async
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
 from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from hvdtrain.horovod.not_built import not_built
 from hvdtrain.horovod.objects import allgather_object as allgather_object
 from hvdtrain.horovod.objects import broadcast_object as broadcast_object
 from hvdtrain.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -82,4 +83,6 @@ def __getattr__(name: str) -> Any:
     """The modules of Horovod's whose names are in none of ours. AttributeError for a name of Horovod's that is not built here."""
     if name in ("compression", "functions", "mpi_ops"):
         return importlib.import_module(f"hvdtrain.horovod.torch.{name}")  # which takes its names from here
+    if message := not_built(name):
+        raise AttributeError(message)
     raise AttributeError(f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to use instead")

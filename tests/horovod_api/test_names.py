@@ -70,8 +70,37 @@ def test_extensions_that_are_not_needed_are_there() -> None:
 
 
 def test_a_name_that_is_not_built_says_so() -> None:
-    with pytest.raises(AttributeError, match="hvdtrain.horovod has no 'run': docs/horovod-api.md lists what it has"):
-        hvd.run  # noqa: B018
+    with pytest.raises(AttributeError, match="hvdtrain.horovod has no 'vars': docs/horovod-api.md lists what it has"):
+        hvd.vars  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["run", "runner", "spark", "ray", "mxnet"])
+def test_a_part_of_horovod_that_is_not_built_says_what_to_use_instead(name: str) -> None:
+    text = f"hvdtrain.horovod.{name} is not built: .*\n  fix: .*"
+    with pytest.raises(AttributeError, match=text):
+        getattr(hvd, name)
+    if name != "run":
+        with pytest.raises(ImportError, match=text):
+            importlib.import_module(f"hvdtrain.horovod.{name}")
+        with pytest.raises(ImportError, match=text):
+            importlib.import_module(f"hvdtrain.horovod.{name}.torch")
+
+
+def test_scripts_that_import_from_horovod_common_get_the_same_objects() -> None:
+    common = {
+        "exceptions": "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError",
+        "process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+        "util": "check_extension mpi_built nccl_built",
+        "elastic": "ObjectState State",
+    }
+    for module, names in common.items():
+        found = importlib.import_module(f"hvdtrain.horovod.common.{module}")
+        for name in names.split():
+            expected = getattr(hvd, name, None) or getattr(hvd.elastic, name, None)
+            assert hasattr(found, name) and (expected is None or getattr(found, name) is expected), name
+    mismatch = importlib.import_module("hvdtrain.horovod.common.exceptions").HorovodVersionMismatchError("torch", "2.0", "1.0")
+    assert isinstance(mismatch, ImportError)
+    assert (mismatch.name, mismatch.version, mismatch.installed_version) == ("torch", "2.0", "1.0")
 
 
 @pytest.mark.parametrize(("module", "package"), [("keras", "keras"), ("tensorflow", "tensorflow"), ("tensorflow.keras", "tensorflow")])
@@ -79,11 +108,6 @@ def test_a_framework_that_is_not_installed_is_named_with_the_line_to_type(module
     result = ranks.python(["-c", f"import sys; sys.modules['{package}'] = None; import hvdtrain.horovod.{module}"])
     assert result.returncode != 0
     assert f"needs {'Keras 3' if package == 'keras' else 'TensorFlow'}\n  fix: pip install 'hvdtrain[{package}]'" in result.stderr
-
-
-def test_mxnet_is_refused_with_the_reason() -> None:
-    with pytest.raises(ImportError, match="hvdtrain.horovod.mxnet is not built: Apache MXNet was retired in 2023\n  fix: "):
-        importlib.import_module("hvdtrain.horovod.mxnet")
 
 
 def test_calls_before_init_say_so() -> None:

@@ -17,6 +17,16 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
+class HorovodVersionMismatchError(ImportError):
+    """A library has another version than Horovod was built with. Never raised here, where nothing is built; a script may catch it."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} has version {version}, and Horovod was built with {installed_version}")
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+
 class BadCall(UserError, ValueError):
     """An argument that no other rank is needed to refuse."""
 

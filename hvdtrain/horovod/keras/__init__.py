@@ -44,6 +44,7 @@ from hvdtrain.horovod.call import Sum as Sum
 from hvdtrain.horovod.call import barrier as barrier
 from hvdtrain.horovod.call import join as join
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
+from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from hvdtrain.horovod.keras import callbacks as callbacks
 from hvdtrain.horovod.keras import elastic as elastic
 from hvdtrain.horovod.keras.calls import allgather as allgather
@@ -56,6 +57,7 @@ from hvdtrain.horovod.keras.optimizer import DistributedOptimizer as Distributed
 from hvdtrain.horovod.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from hvdtrain.horovod.keras.optimizer import load_model as load_model
 from hvdtrain.horovod.keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+from hvdtrain.horovod.not_built import not_built
 from hvdtrain.horovod.objects import allgather_object as allgather_object
 from hvdtrain.horovod.objects import broadcast_object as broadcast_object
 from hvdtrain.horovod.traced.variables import broadcast_global_variables as broadcast_global_variables
@@ -64,4 +66,6 @@ from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_v
 
 def __getattr__(name: str) -> Any:
     """AttributeError for a name of Horovod's that is not built here."""
+    if message := not_built(name):
+        raise AttributeError(message)
     raise AttributeError(f"hvdtrain.horovod.keras has no {name!r}: docs/keras.md lists what it has")

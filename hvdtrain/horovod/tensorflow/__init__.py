@@ -47,6 +47,8 @@ from hvdtrain.horovod.call import Sum as Sum
 from hvdtrain.horovod.call import barrier as barrier
 from hvdtrain.horovod.call import join as join
 from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
+from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from hvdtrain.horovod.not_built import not_built
 from hvdtrain.horovod.tensorflow import elastic as elastic
 from hvdtrain.horovod.tensorflow.calls import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
 from hvdtrain.horovod.tensorflow.calls import allgather as allgather
@@ -79,4 +81,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"hvdtrain.horovod.tensorflow.{name}")
     if name == "SyncBatchNormalization":
         return importlib.import_module("hvdtrain.horovod.keras").SyncBatchNormalization
+    if message := not_built(name):
+        raise AttributeError(message)
     raise AttributeError(f"hvdtrain.horovod.tensorflow has no {name!r}: docs/keras.md lists what it has")

@@ -1,0 +1,5 @@
+"""hvdtrain.horovod.ray is not built: importing it says why, and what to use instead."""
+
+from hvdtrain.horovod.not_built import refuse_import
+
+refuse_import(__name__)
