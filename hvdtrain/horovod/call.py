@@ -15,6 +15,7 @@ from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.reduce import check_moved, check_op
 from hvdtrain.horovod.engine.requests import ANY, ReduceOp, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.traced.libraries import is_of_tensorflow, is_traced_by_jax, value_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's library
@@ -142,17 +143,28 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
         if in_place and not x.flags.writeable:
             raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
         return _of_array(x, where), _to_numpy
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(x, jax.Array):
+    if isinstance(x, np.generic):
         if in_place:
-            raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
-        return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
+            raise BadCall("a NumPy scalar does not change", where, "the call without _, which returns a new one")
+        return _of_array(np.asarray(x), where), lambda tensor: _to_numpy(tensor)[()]
+    if _is_of_jax(x):
+        return _of_jax(x, where, in_place)
     if (tf := sys.modules.get("tensorflow")) is not None and isinstance(x, (tf.Tensor, tf.Variable)):
         return _of_tensorflow(tf, x, where, in_place)
     if (keras := sys.modules.get("keras")) is not None and isinstance(x, keras.Variable):
         return as_torch(x.value, where, in_place=in_place)
     fix = "a tensor of torch or TensorFlow, an array of NumPy or JAX"
     raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, fix)
+
+
+def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
+    if in_place:
+        raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
+    if is_traced_by_jax([x]):
+        fix = "import hvdtrain.horovod.keras as hvd"
+        raise BadCall("an array in a function that JAX compiles or differentiates", where, fix)
+    jax = sys.modules["jax"]
+    return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
 
 
 def _of_tensorflow(tf: Any, x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
@@ -232,23 +244,42 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
-    """Floating-point tensors and arrays; others stay what they are."""
+    """Floating-point tensors and arrays, within their library; others stay what they are."""
 
     wire: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        if isinstance(tensor, torch.Tensor):
-            return tensor.to(cls.wire) if tensor.dtype.is_floating_point else tensor, tensor.dtype
-        host, back = as_torch(tensor, "compression")
-        return (host.to(cls.wire), (host.dtype, back)) if host.dtype.is_floating_point else (tensor, host.dtype)
+        given = value_of(tensor)
+        if isinstance(given, torch.Tensor):
+            return (given.to(cls.wire) if given.dtype.is_floating_point else given), given.dtype
+        if is_of_tensorflow([given]):
+            return (_cast(given, name_of(cls.wire)) if given.dtype.is_floating else given), given.dtype
+        if _is_of_jax(given):
+            is_float = sys.modules["jax"].numpy.issubdtype(given.dtype, np.floating)
+            return (given.astype(name_of(cls.wire)) if is_float else given), given.dtype
+        host, back = as_torch(given, "compression")  # NumPy itself has no bfloat16
+        return (host.to(cls.wire), (host.dtype, back)) if host.dtype.is_floating_point else (given, host.dtype)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        if isinstance(ctx, torch.dtype):
-            return tensor.to(ctx) if ctx.is_floating_point else tensor
-        dtype, back = ctx
-        return back(tensor.to(dtype))
+        if isinstance(ctx, tuple):
+            dtype, back = ctx
+            return back(tensor.to(dtype))
+        if isinstance(tensor, torch.Tensor):
+            return tensor.to(ctx)
+        if is_of_tensorflow([tensor]):
+            return _cast(tensor, ctx)
+        return tensor.astype(ctx) if _is_of_jax(tensor) else tensor
+
+
+def _cast(tensor: Any, dtype: Any) -> Any:
+    return sys.modules["tensorflow"].cast(tensor, dtype)
+
+
+def _is_of_jax(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
 
 
 class FP16Compressor(_Cast):

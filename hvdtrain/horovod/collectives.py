@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from hvdtrain.horovod import gradients
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Adasum, Average, Call, Compression, Compressor, Sum, own, synchronize
+from hvdtrain.horovod.call import Adasum, Average, Call, Compression, Compressor, own, synchronize
 from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
 from hvdtrain.horovod.engine.perform import check_splits
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.reductions import allreduce, grouped_allreduce
+from hvdtrain.horovod.reductions import Torch, reduce_over
 
 Splits = torch.Tensor | Sequence[int] | None
 
@@ -48,8 +49,6 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
 
 
 class _Broadcast(torch.autograd.Function):
-    """The gradient of the root is the average of all, as Horovod's is."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
@@ -57,9 +56,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found = allreduce(grads[0], op=Average, process_set=ctx.process_set)
-        is_root = torch.tensor(JOB.engine.rank == ctx.root_rank, device=found.device)
-        return torch.where(is_root, found, torch.zeros_like(found)), None, None, None  # with a gradient of its own on every rank
+        is_root = JOB.engine.rank == ctx.root_rank
+        return gradients.of_broadcast(grads[0], is_root, reduce_over(ctx.process_set, grouped=False), Torch()), None, None, None
 
 
 def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -93,8 +91,6 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_s
 
 
 class _Allgather(torch.autograd.Function):
-    """The gradient is averaged over ranks, as Horovod's is."""
-
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor) -> Any:
         found = synchronize(_start_gather(Call("allgather", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)))
@@ -106,8 +102,7 @@ class _Allgather(torch.autograd.Function):
         process_set, rows = ctx.process_set, ctx.rows
         lengths = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))  # (ranks, tensors)
         before = lengths[: process_set.rank()].sum(0).tolist()
-        reduced = grouped_allreduce(list(grads), op=Average, process_set=process_set)
-        return (None, None, None, *(grad[start : start + own] for grad, start, own in zip(reduced, before, rows, strict=True)))
+        return (None, None, None, *gradients.of_allgather(grads, before, rows, reduce_over(process_set)))
 
 
 def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -153,15 +148,16 @@ class _Alltoall(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Any:
         found, received = synchronize(alltoall_async(tensor, splits, name, process_set))
         sent = len(tensor) if splits is None else sum(int(n) for n in splits)
-        ctx.received, ctx.process_set, ctx.kept = received, process_set, len(tensor) - sent
+        ctx.received, ctx.process_set, ctx.unsent = received, process_set, len(tensor) - sent
         ctx.mark_non_differentiable(received)
         return own(found), received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found, _ = alltoall(grads[0], ctx.received, None, ctx.process_set)
-        rest = found.new_zeros((ctx.kept, *found.shape[1:]))  # of rows that were sent to nobody
-        return (torch.cat([found, rest]) if ctx.kept else found), None, None, None
+        def exchange(grad: torch.Tensor, received: Any) -> Any:
+            return alltoall(grad, received, None, ctx.process_set)[0]
+
+        return gradients.of_alltoall(grads[0], ctx.received, ctx.unsent or None, exchange, Torch()), None, None, None
 
 
 def reducescatter_async(
@@ -233,26 +229,23 @@ def grouped_reducescatter(
 
 
 class _Reducescatter(torch.autograd.Function):
-    """The gradients are those of the ranks' rows; of a sum, times the number of ranks, as in Horovod."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str | None, op: int, process_set: ProcessSet, pre: float, post: float, grouped: bool, *tensors: torch.Tensor
     ) -> Any:
         call = Call("reducescatter", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
-        if op not in (Average, Sum):
-            raise BadCall(
-                "gradients go through a reducescatter of Average or Sum alone", call.where, "hvd.allreduce(), and this rank's rows"
-            )
+        gradients.check_reducescatter(op, call.where)
         found = synchronize(_start_scatter(call, op, pre, post))
-        ctx.factor = pre * post * ((process_set.size() or 1) if op == Sum else 1)
-        ctx.process_set = process_set
+        ctx.op, ctx.factors, ctx.process_set = op, (pre, post), process_set
         return tuple(map(own, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        scaled = [grad * ctx.factor if ctx.factor != 1 else grad for grad in grads]
-        return (None, None, None, None, None, None, *grouped_allgather(scaled, None, ctx.process_set))
+        def gather(tensors: list[torch.Tensor]) -> Any:
+            return grouped_allgather(tensors, None, ctx.process_set)
+
+        found = gradients.of_reducescatter(ctx.op, ctx.factors, ctx.process_set.size() or 1, grads, gather)
+        return (None, None, None, None, None, None, *found)
 
 
 def sparse_allreduce_async(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.horovod import gradients
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Call, Compression, Compressor, Max, Min, Product, Sum, given_op, own, synchronize
-
-Reduce = Callable[[list[torch.Tensor], int, float, float], list[torch.Tensor]]  # tensors, op, prescale, postscale
+from hvdtrain.horovod.call import Call, Compression, Compressor, Product, given_op, own, synchronize
 
 
 def allreduce_async(
@@ -152,62 +151,43 @@ class _Allreduce(torch.autograd.Function):
         call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
         found = synchronize(call.start_reduction(op, pre, post))
         results = tuple(map(own, found if grouped else [found]))
-        ctx.op, ctx.factors, ctx.process_set, ctx.grouped = op, (pre, post), process_set, grouped
-        ctx.shares = shares(op, ctx.factors, tensors, results)
+        ctx.op, ctx.factors, ctx.reduce, ctx.where = op, (pre, post), reduce_over(process_set, grouped), call.where
+        ctx.shares = gradients.shares(op, ctx.factors, tensors, results)  # here: a backward() frees nothing of it
+        ctx.has_zeros = op == Product and any(bool((x == 0).any()) for x in tensors)
         if op == Product:  # of which the second derivative goes through the values
             ctx.save_for_backward(*tensors, *results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        def reduce(tensors: list[torch.Tensor], op: int, pre: float, post: float) -> list[torch.Tensor]:
-            factors: dict[str, Any] = {"op": op, "prescale_factor": pre, "postscale_factor": post, "process_set": ctx.process_set}
-            return grouped_allreduce(tensors, **factors) if ctx.grouped else [allreduce(tensors[0], **factors)]
-
-        found_shares = ctx.shares
+        shares = ctx.shares
         if ctx.op == Product and torch.is_grad_enabled():
             count = len(ctx.saved_tensors) // 2
-            found_shares = shares(ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:])
-        found = gradients(ctx.op, ctx.factors, list(grads), found_shares, reduce)
+            shares = gradients.shares(ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:])
+        found = gradients.of_allreduce(ctx.op, ctx.factors, grads, shares, ctx.reduce, Torch())
+        gradients.refuse_zeros(ctx.has_zeros, ctx.where)
         return (None, None, None, None, None, None, *found)
 
 
-def shares(
-    op: int, factors: tuple[float, float], inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> list[torch.Tensor] | None:
-    """What gradients() needs of the values for Min, Max and Product, found where they are known: a backward() frees nothing of it.
+def reduce_over(process_set: ProcessSet, grouped: bool = True) -> gradients.Reduce:
+    """Reductions over a process set, through which gradients go."""
 
-    Of Min and Max where a rank has the extreme; of Product the product of the others. None where the op, or a 0 in a product, has none.
-    """
-    before, after = factors
-    pairs = list(zip(inputs, results, strict=True))
-    if op in (Min, Max):
-        return [x * before * after == y for x, y in pairs]
-    if op != Product or any(bool((x == 0).any()) for x in inputs):
-        return None
-    return [y / x for x, y in pairs]
+    def reduce(tensors: list[torch.Tensor], op: int, before: float, after: float) -> list[torch.Tensor]:
+        how: dict[str, Any] = {"op": op, "prescale_factor": before, "postscale_factor": after, "process_set": process_set}
+        return grouped_allreduce(tensors, **how) if grouped else [allreduce(tensors[0], **how)]
+
+    return reduce
 
 
-def gradients(
-    op: int, factors: tuple[float, float], grads: Sequence[torch.Tensor], shares: Sequence[torch.Tensor] | None, reduce: Reduce
-) -> list[torch.Tensor]:
-    """The gradients of an allreduce, of the sum over ranks of what each computes from its result.
+class Torch:
+    """The operations of torch that gradients need."""
 
-    factors: of before and after. shares: what shares() gave.
+    def cast(self, flags: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return flags.to(like.dtype)
 
-    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and Max the gradient goes to the ranks that
-    have the extreme, in equal parts; of Product to each as the product of the others. Horovod reduces these gradients by the same op, which
-    is no derivative.
-    """
-    before, after = factors
-    if op not in (Min, Max, Product):
-        return reduce(list(grads), op, before, after)
-    summed = reduce(list(grads), Sum, 1.0, 1.0)
-    if shares is None:
-        raise NotImplementedError("the gradient of hvd.Product where an input is 0")
-    if op == Product:
-        return [grad * share for grad, share in zip(summed, shares, strict=True)]
-    is_extreme = [share.to(grad.dtype) for share, grad in zip(shares, summed, strict=True)]
-    ranks = reduce(is_extreme, Sum, 1.0, 1.0)
-    found = zip(summed, is_extreme, ranks, strict=True)
-    return [grad * extreme / count.clamp(min=1) * (before * after) for grad, extreme, count in found]
+    def choose(self, flags: torch.Tensor | bool, tensor: torch.Tensor) -> torch.Tensor:
+        found = flags if isinstance(flags, torch.Tensor) else torch.tensor(flags, device=tensor.device)
+        return torch.where(found, tensor, torch.zeros_like(tensor))  # its gradient goes to the tensor on every rank
+
+    def padded(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_zeros((rows, *tensor.shape[1:]))])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 from pages import failures, run_page
-from ranks import ROOT, needs_keras, needs_mpirun, needs_tensorflow
+from ranks import ROOT, needs_horovod, needs_keras, needs_mpirun, needs_tensorflow
 
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
 
@@ -34,6 +34,28 @@ def test_every_check_of_tensorflow_passes(tmp_path: Path) -> None:
     result = ranks.mpirun(2, ["tests/support/tensorflow_on_ranks.py", str(out)], env=environment("tensorflow"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
+
+
+def failures_of_gradients(size: int, module: str, folder: Path) -> dict[str, str]:
+    out = folder / f"{size}.json"
+    result = ranks.mpirun(size, ["tests/support/gradients_on_ranks.py", str(out), module], env=environment("jax"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {name: failure for name, failure in json.loads(out.read_text()).items() if failure}
+
+
+@needs_keras
+@needs_tensorflow
+@needs_mpirun
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_gradient_of_each_collective_is_horovods_on_torch_tensorflow_jax_and_keras(size: int, tmp_path: Path) -> None:
+    assert failures_of_gradients(size, "hvdtrain.horovod", tmp_path) == {}
+
+
+@needs_horovod
+@needs_mpirun
+@pytest.mark.slow
+def test_horovod_itself_has_these_gradients(tmp_path: Path) -> None:
+    assert failures_of_gradients(2, "horovod.torch", tmp_path) == {}
 
 
 UNEVEN = """

@@ -81,9 +81,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """The learning rate is initial_lr x multiplier, from start_epoch on, before end_epoch.
 
-    multiplier: a number, or a function of the epoch. staircase: it changes at the beginning of an epoch, else with each batch: the epoch is
-    then a fraction. momentum_correction: what an optimizer's momentum has gathered changes in proportion (Goyal et al. 2017,
-    arXiv:1706.02677, section 2.1).
+    multiplier: a function of the epoch; a number is the factor of each epoch, multiplier ** (epoch - start_epoch), as in Horovod.
+    staircase: it changes at the beginning of an epoch, else with each batch: the epoch is then a fraction. momentum_correction: what an
+    optimizer's momentum has gathered changes in proportion (Goyal et al. 2017, arXiv:1706.02677, section 2.1).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if initial_lr is None:
             raise BadCall("Parameter `initial_lr` is required", type(self).__name__, "initial_lr=0.1, say")
         self._initial, self._staircase, self._corrects = initial_lr, staircase, momentum_correction
-        self._multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda epoch: float(multiplier)
+        self._multiplier = multiplier
         self._start, self._end = start_epoch, math.inf if end_epoch is None else end_epoch
         self._steps, self._epoch = steps_per_epoch, 0
 
@@ -124,11 +124,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer  # Callback.model: with JAX the variables are those of this moment
-        before, now = rate_of(optimizer), self._initial * self._multiplier(epoch)
+        before, now = rate_of(optimizer), self._initial * self._factor(epoch)
         optimizer.learning_rate = now
         if self._corrects and before > 0 and now != before:
             for velocity in _velocities(optimizer):
                 velocity.assign(velocity * (now / before))
+
+    def _factor(self, epoch: float) -> float:
+        return self._multiplier(epoch) if callable(self._multiplier) else self._multiplier ** (epoch - self._start)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
@@ -156,15 +159,25 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if epoch == self._end - 1 and self._verbose:
+        if epoch == self._end - 1 and self._verbose and JOB.engine.rank == 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate_of(self.model.optimizer):g}.")
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """ModelCheckpoint with save_best_only, which rank 0 alone writes; behind MetricAverageCallback it judges by all ranks."""
 
-    def __init__(self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: Any = "epoch", *, filepath: Any) -> None:
-        super().__init__(filepath, monitor=monitor, verbose=verbose, save_best_only=True, mode=mode, save_freq=save_freq)
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        *,
+        filepath: Any,
+        save_weights_only: bool = False,
+    ) -> None:
+        how: dict[str, Any] = {"mode": mode, "save_freq": save_freq, "save_weights_only": save_weights_only}
+        super().__init__(filepath, monitor=monitor, verbose=verbose, save_best_only=True, **how)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if JOB.engine.rank == 0:

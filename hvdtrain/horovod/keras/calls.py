@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.horovod import basics
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, given_op
 from hvdtrain.horovod.traced import collectives
+from hvdtrain.horovod.traced.libraries import is_in_graph
 from hvdtrain.horovod.traced.on_host import give_jax_two_threads
 
 
@@ -73,5 +75,8 @@ def reducescatter(
 
 
 def _tensor(value: Any) -> Any:
-    """Numbers and lists as tensors of the backend; what has a shape as it is."""
-    return value if hasattr(value, "shape") else keras.ops.convert_to_tensor(value)
+    """Numbers and lists as tensors of the backend; what has a shape as it is, but within a tf.function."""
+    is_array = isinstance(value, (np.ndarray, np.generic))
+    if hasattr(value, "shape") and not (is_array and is_in_graph()):  # where the call would be made once, with the graph
+        return value
+    return keras.ops.convert_to_tensor(value)

@@ -13,7 +13,7 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.traced.gradient_reduction import GradientReduction, refuse_placements
-from hvdtrain.horovod.traced.on_host import as_written
+from hvdtrain.horovod.traced.libraries import as_written
 
 _WHERE = "hvd.DistributedOptimizer()"
 _ONCE = "wrap the optimizer of Keras, once"
@@ -184,7 +184,7 @@ class Reducing:
 
     @property
     def loss_scale_factor(self) -> float | None:
-        factor: float | None = self.__dict__["loss_scale_factor"]
+        factor: float | None = self.__dict__.get("loss_scale_factor")  # none yet in from_config()
         return factor
 
     @loss_scale_factor.setter

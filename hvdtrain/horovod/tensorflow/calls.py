@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from hvdtrain.horovod import basics, objects
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Average, Compression, Compressor, Sum, given_op
+from hvdtrain.horovod.call import Average, Compression, Compressor, given_op
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced import collectives
-from hvdtrain.horovod.traced.gradient_reduction import reduce_slices, refuse_placements
+from hvdtrain.horovod.traced.gradient_reduction import check_slices, reduce_slices, refuse_placements
 from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
@@ -41,9 +41,8 @@ def allreduce(
     refuse_placements("hvd.allreduce()", device_dense=device_dense, device_sparse=device_sparse)
     op = given_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
-        if op not in (Average, Sum) or not prescale_factor == postscale_factor == 1:
-            raise BadCall("slices are summed or averaged, without factors", "hvd.allreduce()", "tf.convert_to_tensor(slices)")
-        return reduce_slices(tensor, op, name=name, process_set=process_set)
+        check_slices(op, prescale_factor, postscale_factor, "hvd.allreduce()")
+        return reduce_slices([tensor], op, name=name, process_set=process_set)[0]
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     return collectives.allreduce([_tensor(tensor)], op, name=name, compression=compression, process_set=process_set, **factors)[0]
 
@@ -61,13 +60,18 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """An allreduce() of several dense tensors as one request."""
+    """An allreduce() of several tensors: the dense ones as one request, the tf.IndexedSlices as two."""
     refuse_placements("hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     op = given_op(op, average)
-    return collectives.allreduce(
-        [_tensor(each) for each in tensors], op, name=name, compression=compression, process_set=process_set, **factors
-    )
+    slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
+    dense = [_tensor(each) for each in tensors if not isinstance(each, tf.IndexedSlices)]
+    if slices:
+        check_slices(op, prescale_factor, postscale_factor, "hvd.grouped_allreduce()")
+        slices = reduce_slices(slices, op, name=name and f"{name}.slices", process_set=process_set)
+    if dense:
+        dense = collectives.allreduce(dense, op, name=name, compression=compression, process_set=process_set, **factors)
+    return [(slices if isinstance(each, tf.IndexedSlices) else dense).pop(0) for each in tensors]
 
 
 def reducescatter(
@@ -77,6 +81,7 @@ def reducescatter(
     op: int = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
@@ -207,8 +212,9 @@ def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
 
 
 def _tensor(value: Any) -> Any:
-    """Numbers and lists as tensors; what has a shape as it is."""
-    return value if hasattr(value, "shape") else tf.convert_to_tensor(value)
+    """Numbers, lists and arrays of NumPy as tensors; what else has a shape as it is."""
+    is_tensor = hasattr(value, "shape") and not isinstance(value, (np.ndarray, np.generic))
+    return value if is_tensor else tf.convert_to_tensor(value)
 
 
 def _refuse_session(session: Any, where: str) -> None:

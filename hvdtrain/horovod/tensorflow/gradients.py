@@ -11,7 +11,7 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.traced.gradient_reduction import GradientReduction, refuse_placements
-from hvdtrain.horovod.traced.on_host import as_written
+from hvdtrain.horovod.traced.libraries import as_written
 
 _WHERE = "hvd.DistributedGradientTape()"
 
@@ -41,7 +41,7 @@ def DistributedGradientTape(
     if isinstance(gradtape, ReducingTape):
         raise BadCall("this tape is a DistributedGradientTape already", _WHERE, "wrap the tape of TensorFlow, once")
     how = compression, op, gradient_predivide_factor, sparse_as_dense, process_set, scale_local_gradients
-    reduction = GradientReduction("gradients of a tape", _WHERE, *how)
+    reduction = GradientReduction("gradients of a tape", _WHERE, *how, has_adasum=True)
     kind = type(gradtape)
     found: Any = object.__new__(type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction}))
     found.__dict__.update(gradtape.__dict__)
@@ -88,16 +88,24 @@ class ReducingTape:
 
     @as_written
     def gradient(
-        self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = tf.UnconnectedGradients.NONE
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        *,
+        use_generic_names: bool = False,
     ) -> Any:
-        """That of the tape, reduced; None where a source has none."""
+        """That of the tape, reduced; None where a source has none. use_generic_names: changes nothing, names are those of the calls."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
         found = self._reduction.reduce(tf.nest.flatten(grads), [_identity(source) for source in tf.nest.flatten(sources)])
         return tf.nest.pack_sequence_as(grads, found)
 
     @as_written
-    def get_local_and_global_gradients(self, target: Any, sources: Any, output_gradients: Any = None) -> tuple[list[Any], list[Any]]:
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
         """Pairs of (source, gradient): of the local ones, and of the others."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         local = [pair for pair in pairs if _identity(pair[0]) in self._reduction.local]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.horovod.basics import ProcessSet
-from hvdtrain.horovod.call import Average, Compressor, Sum
+from hvdtrain.horovod.call import Adasum, Average, Compressor, Sum
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced.collectives import allgather, allreduce
-from hvdtrain.horovod.traced.on_host import as_written
+from hvdtrain.horovod.traced.libraries import as_written, tensorflow
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,15 @@ class GradientReduction:
     sparse_as_dense: bool
     process_set: ProcessSet
     scales_local: bool = True
+    has_adasum: bool = False  # as Horovod's tapes have, but not its optimizers of Keras
     local: set[int] = field(default_factory=set)  # identities of variables
 
     def __post_init__(self) -> None:
         """Raises BadCall for what has no meaning."""
-        if self.op not in (Average, Sum):
-            raise BadCall(f"op={self.op!r}: gradients are averaged or summed here", self.where, "op=hvd.Average or hvd.Sum")
+        ops = (Average, Sum, Adasum) if self.has_adasum else (Average, Sum)
+        if self.op not in ops:
+            fix = "op=hvd.Average or hvd.Sum; hvd.DistributedGradientTape() has Adasum too"
+            raise BadCall(f"op={self.op!r}: gradients are averaged or summed here", self.where, fix)
         if self.predivide != 1.0 and self.op != Average:
             raise BadCall("gradient_predivide_factor not supported with op != Average", self.where, "op=hvd.Average")
 
@@ -59,20 +61,23 @@ class GradientReduction:
         size = self.process_set.size() or 1
         if grad is None or not self.scales_local:
             return grad
-        return _tensorflow().IndexedSlices(grad.values / size, grad.indices, grad.dense_shape) if _is_sparse(grad) else grad / size
+        return tensorflow().IndexedSlices(grad.values / size, grad.indices, grad.dense_shape) if _is_sparse(grad) else grad / size
 
     @as_written
     def _reduce_all(self, grads: Sequence[Any]) -> list[Any]:
         found = list(grads)
         if self.sparse_as_dense:
-            found = [_tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found]
+            found = [tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found]
         sparse = [place for place, grad in enumerate(found) if _is_sparse(grad)]
         dense = [place for place, grad in enumerate(found) if grad is not None and place not in sparse]
         if dense:
             for place, grad in zip(dense, self._reduce_dense([found[place] for place in dense]), strict=True):
                 found[place] = grad
-        for place in sparse:
-            found[place] = reduce_slices(found[place], self.op, name=f"{self.name} {place}", process_set=self.process_set)
+        if sparse:
+            check_slices(self.op, 1.0, 1.0, self.where)
+            slices = reduce_slices([found[place] for place in sparse], self.op, name=f"{self.name}.slices", process_set=self.process_set)
+            for place, grad in zip(sparse, slices, strict=True):
+                found[place] = grad
         return found
 
     def _reduce_dense(self, grads: list[Any]) -> list[Any]:
@@ -88,14 +93,22 @@ class GradientReduction:
 
 
 @as_written
-def reduce_slices(slices: Any, op: int, *, name: str | None, process_set: ProcessSet) -> Any:
-    """The sum or average of tf.IndexedSlices: those of all ranks behind each other, as slices of one batch are."""
+def reduce_slices(slices: Sequence[Any], op: int, *, name: str | None, process_set: ProcessSet) -> list[Any]:
+    """Sums or averages of tf.IndexedSlices: those of all ranks behind each other, as slices of one batch are."""
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
-    (values,) = allgather([slices.values], name=names[0], process_set=process_set)
-    (indices,) = allgather([slices.indices], name=names[1], process_set=process_set)
+    values = allgather([each.values for each in slices], name=names[0], process_set=process_set)
+    indices = allgather([each.indices for each in slices], name=names[1], process_set=process_set)
     if op == Average:
-        values = values / (process_set.size() or 1)
-    return _tensorflow().IndexedSlices(values, indices, slices.dense_shape)
+        values = [each / (process_set.size() or 1) for each in values]
+    found = zip(values, indices, slices, strict=True)
+    return [tensorflow().IndexedSlices(value, index, each.dense_shape) for value, index, each in found]
+
+
+def check_slices(op: int, prescale: float, postscale: float, where: str) -> None:
+    """Raises BadCall for a reduction that slices do not have, as in Horovod."""
+    if op not in (Average, Sum) or not prescale == postscale == 1:
+        fix = "tf.convert_to_tensor(slices), or sparse_as_dense=True"
+        raise BadCall("tf.IndexedSlices are summed or averaged, without factors", where, fix)
 
 
 def refuse_placements(where: str, **arguments: Any) -> None:
@@ -107,9 +120,5 @@ def refuse_placements(where: str, **arguments: Any) -> None:
 
 
 def _is_sparse(grad: Any) -> bool:
-    tf = _tensorflow()
+    tf = tensorflow()
     return tf is not None and isinstance(grad, tf.IndexedSlices)
-
-
-def _tensorflow() -> Any:
-    return sys.modules.get("tensorflow")

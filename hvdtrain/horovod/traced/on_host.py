@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import os
-import sys
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.traced.libraries import is_of_tensorflow, is_traced_by_jax, tensorflow
 
-IN_GRAPH = "hvdtrain_calls_the_host_so_set_jit_compile_False"  # the node that TensorFlow names where XLA should compile it
+IN_GRAPH = "runs_on_the_host_without_XLA"  # behind the call, in the name of the node, which TensorFlow's errors have
 FAILURES: list[BaseException] = []  # the last error of a call within a compiled function, whose library raises another one for it
 Shape = Sequence[int | None]  # None: known once the function runs
 Work = Callable[[list[Any]], Sequence[Any]]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None) -> list[Any]:
+def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None, *, call: str) -> list[Any]:
     """The results of work(tensors), which have the dtypes of the first tensors.
 
-    shapes: of the results; None where there is one for each tensor, of its shape. Inside of a compiled function work() gets and returns
-    arrays of NumPy, in the order of the program; elsewhere it gets the tensors themselves. TensorFlow cannot compile it by XLA, and JAX
-    has to know shapes.
+    shapes: of the results; None where there is one for each tensor, of its shape. call: what the errors of a tf.function name.
+
+    Inside of a compiled function work() gets and returns arrays of NumPy, in the order of the program; elsewhere it gets the tensors
+    themselves. TensorFlow cannot compile it by XLA, and JAX has to know shapes.
     """
     shapes = [tensor.shape for tensor in tensors] if shapes is None else shapes
-    if is_of_tensorflow(tensors) and not _tensorflow().executing_eagerly():
-        return _within_tensorflow(work, tensors, shapes)
+    if is_of_tensorflow(tensors) and not tensorflow().executing_eagerly():
+        return _within_tensorflow(work, tensors, shapes, call)
     if is_traced_by_jax(tensors):
         return _within_jax(work, tensors, shapes)
     return list(work(list(tensors)))
-
-
-def as_written(function: F) -> F:
-    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without importing TensorFlow for it."""
-    function.autograph_info__ = {}  # type: ignore[attr-defined]  # the mark of tf.autograph.experimental.do_not_convert()
-    return function
-
-
-def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
-    """Whether one of them is a tensor, a variable or slices of TensorFlow; does not import it."""
-    tf = _tensorflow()
-    return tf is not None and any(isinstance(tensor, (tf.Tensor, tf.Variable, tf.IndexedSlices)) for tensor in tensors)
-
-
-def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
-    """Whether one of them is what JAX puts in place of an array while it compiles or differentiates; does not import it."""
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
-
-
-def value_of(variable: Any) -> Any:
-    """The tensor in a variable of Keras or TensorFlow; what is no variable is returned."""
-    keras, tf = sys.modules.get("keras"), _tensorflow()
-    if keras is not None and isinstance(variable, keras.Variable):
-        return value_of(variable.value)
-    return tf.convert_to_tensor(variable) if tf is not None and isinstance(variable, tf.Variable) else variable
 
 
 def give_jax_two_threads() -> None:
@@ -75,14 +50,11 @@ def give_jax_two_threads() -> None:
     os.environ["NPROC"] = "2"  # which XLA reads once it begins
 
 
-def _tensorflow() -> Any:
-    return sys.modules.get("tensorflow")
-
-
-def _within_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> list[Any]:
-    tf = _tensorflow()
+def _within_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape], call: str) -> list[Any]:
+    tf = tensorflow()
+    node = re.sub("[^A-Za-z0-9_.]+", "_", f"hvdtrain {call} {IN_GRAPH}")
     dtypes = [tensor.dtype for tensor, _ in zip(tensors, shapes, strict=False)]
-    results = tf.numpy_function(_on_arrays(work), list(tensors), dtypes, name=IN_GRAPH)
+    results = tf.numpy_function(_on_arrays(work), list(tensors), dtypes, name=node)
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)

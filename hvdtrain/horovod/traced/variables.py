@@ -10,7 +10,8 @@ from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.on_host import as_written, on_host, value_of
+from hvdtrain.horovod.traced.libraries import as_written, value_of
+from hvdtrain.horovod.traced.on_host import on_host
 
 
 @as_written
@@ -32,7 +33,8 @@ def broadcast_variables(
         ]
         return [synchronize(handle) for handle in handles]
 
-    for variable, value in zip(found, on_host(send, [value_of(variable) for variable in found]), strict=True):
+    sent = on_host(send, [value_of(variable) for variable in found], call="broadcast of variables")
+    for variable, value in zip(found, sent, strict=True):
         variable.assign(value)
 
 

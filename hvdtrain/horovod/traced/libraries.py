@@ -1,0 +1,88 @@
+"""Tensors of TensorFlow, JAX and Keras: whose they are, what is in a variable, and the operations that collectives need of a library.
+
+Imports none of these libraries: a tensor of one is there only where the script has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from hvdtrain.horovod.gradients import Library
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def tensorflow() -> Any:
+    """The module where it is imported, else None."""
+    return sys.modules.get("tensorflow")
+
+
+def as_written(function: F) -> F:
+    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without importing TensorFlow for it."""
+    function.autograph_info__ = {}  # type: ignore[attr-defined]  # the mark of tf.autograph.experimental.do_not_convert()
+    return function
+
+
+def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
+    """Whether one of them is a tensor, a variable or slices of TensorFlow; does not import it."""
+    tf = tensorflow()
+    return tf is not None and any(isinstance(tensor, (tf.Tensor, tf.Variable, tf.IndexedSlices)) for tensor in tensors)
+
+
+def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
+    """Whether one of them is what JAX puts in place of an array while it compiles or differentiates; does not import it."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+
+
+def value_of(variable: Any) -> Any:
+    """The tensor in a variable of Keras or TensorFlow; what is no variable is returned."""
+    keras, tf = sys.modules.get("keras"), tensorflow()
+    if keras is not None and isinstance(variable, keras.Variable):
+        return value_of(variable.value)
+    return tf.convert_to_tensor(variable) if tf is not None and isinstance(variable, tf.Variable) else variable
+
+
+def is_in_graph() -> bool:
+    """Whether TensorFlow is making the graph of a function now."""
+    tf = tensorflow()
+    return tf is not None and not tf.executing_eagerly()
+
+
+def library_of(tensors: Sequence[Any]) -> Library:
+    return TensorFlow() if is_of_tensorflow(tensors) else Jax()
+
+
+class TensorFlow:
+    """Operations on tensors of TensorFlow."""
+
+    def __init__(self) -> None:
+        self._tf = sys.modules["tensorflow"]
+
+    def cast(self, flags: Any, like: Any) -> Any:
+        return self._tf.cast(flags, like.dtype)
+
+    def choose(self, flags: Any, tensor: Any) -> Any:
+        return self._tf.where(flags, tensor, self._tf.zeros_like(tensor))
+
+    def padded(self, tensor: Any, rows: Any) -> Any:
+        return self._tf.pad(tensor, [[0, rows], *[[0, 0]] * (len(tensor.shape) - 1)])
+
+
+class Jax:
+    """Operations on arrays of JAX."""
+
+    def __init__(self) -> None:
+        self._numpy = sys.modules["jax"].numpy
+
+    def cast(self, flags: Any, like: Any) -> Any:
+        return flags.astype(like.dtype)
+
+    def choose(self, flags: Any, tensor: Any) -> Any:
+        return self._numpy.where(flags, tensor, self._numpy.zeros_like(tensor))
+
+    def padded(self, tensor: Any, rows: int) -> Any:
+        return self._numpy.pad(tensor, [(0, rows), *[(0, 0)] * (tensor.ndim - 1)])
