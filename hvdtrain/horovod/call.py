@@ -15,7 +15,7 @@ from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.reduce import check_moved, check_op
 from hvdtrain.horovod.engine.requests import ANY, ReduceOp, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.libraries import is_of_tensorflow, is_traced_by_jax, value_of
+from hvdtrain.horovod.libraries import is_of_tensorflow, is_traced_by_jax, value_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's library

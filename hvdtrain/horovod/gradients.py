@@ -6,26 +6,14 @@ Each function takes the collectives of one library as arguments: gradients go th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain.horovod.call import Average, Max, Min, Product, Sum
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.libraries import Library
 
 Reduce = Callable[[list[Any], int, float, float], list[Any]]  # tensors, op, factor before, factor after
 Factors = tuple[float, float]  # before the reduction, after it
-
-
-class Library(Protocol):
-    """What collectives do not do: operations on the numbers of one tensor."""
-
-    def cast(self, flags: Any, like: Any) -> Any:
-        """1 where a flag is true, else 0, in the dtype of `like`."""
-
-    def choose(self, flags: Any, tensor: Any) -> Any:
-        """The numbers of the tensor where a flag is true, else 0: also in the place of a nan. flags: of the tensor's shape, or one."""
-
-    def padded(self, tensor: Any, rows: Any) -> Any:
-        """The tensor with so many rows of zeros behind it."""
 
 
 def shares(op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:

@@ -11,8 +11,8 @@ import numpy as np
 from hvdtrain.horovod import basics
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, given_op
+from hvdtrain.horovod.libraries import is_in_graph
 from hvdtrain.horovod.traced import collectives
-from hvdtrain.horovod.traced.libraries import is_in_graph
 from hvdtrain.horovod.traced.on_host import give_jax_two_threads
 
 

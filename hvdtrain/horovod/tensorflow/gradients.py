@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.libraries import as_written
 from hvdtrain.horovod.traced.gradient_reduction import GradientReduction, refuse_placements
-from hvdtrain.horovod.traced.libraries import as_written
 
 _WHERE = "hvd.DistributedGradientTape()"
 

@@ -13,7 +13,7 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, Max, Min, Product, synchronize
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.libraries import as_written, is_of_tensorflow, is_traced_by_jax, library_of, value_of
+from hvdtrain.horovod.libraries import as_written, is_of_tensorflow, is_traced_by_jax, library_of, value_of
 from hvdtrain.horovod.traced.on_host import Shape, Work, on_host
 
 # of the gradients of the results, the tensors, and the results -> the gradients of the tensors
@@ -265,7 +265,7 @@ def _with_rows(tensor: Any, rows_of: Callable[[int], int | None]) -> Shape:
 
 
 def _title(kind: str, name: str | None) -> str:
-    """As errors name it: "allreduce 'loss'"."""
+    """The call's name in errors: "allreduce 'loss'"."""
     return kind if name is None else f"{kind} {name!r}"
 
 

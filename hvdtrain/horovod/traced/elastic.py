@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.horovod import elastic
 from hvdtrain.horovod.engine.errors import HorovodInternalError
-from hvdtrain.horovod.traced.libraries import value_of
+from hvdtrain.horovod.libraries import value_of
 from hvdtrain.horovod.traced.on_host import FAILURES
 from hvdtrain.horovod.traced.variables import broadcast_variables
 

@@ -10,8 +10,8 @@ from hvdtrain.horovod.basics import ProcessSet
 from hvdtrain.horovod.call import Adasum, Average, Compressor, Sum
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.libraries import as_written, tensorflow
 from hvdtrain.horovod.traced.collectives import allgather, allreduce
-from hvdtrain.horovod.traced.libraries import as_written, tensorflow
 
 
 @dataclass(frozen=True)

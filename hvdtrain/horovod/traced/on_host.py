@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.traced.libraries import is_of_tensorflow, is_traced_by_jax, tensorflow
+from hvdtrain.horovod.libraries import is_of_tensorflow, is_traced_by_jax, tensorflow
 
 IN_GRAPH = "runs_on_the_host_without_XLA"  # behind the call, in the name of the node, which TensorFlow's errors have
 FAILURES: list[BaseException] = []  # the last error of a call within a compiled function, whose library raises another one for it

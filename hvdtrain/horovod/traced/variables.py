@@ -10,7 +10,7 @@ from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.traced.libraries import as_written, value_of
+from hvdtrain.horovod.libraries import as_written, value_of
 from hvdtrain.horovod.traced.on_host import on_host
 
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from hvdtrain.horovod.gradients import Library
+from typing import Any, Protocol, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,6 +47,19 @@ def is_in_graph() -> bool:
     """Whether TensorFlow is making the graph of a function now."""
     tf = tensorflow()
     return tf is not None and not tf.executing_eagerly()
+
+
+class Library(Protocol):
+    """What gradients need beside collectives: operations on the numbers of one tensor."""
+
+    def cast(self, flags: Any, like: Any) -> Any:
+        """1 where a flag is true, else 0, in the dtype of `like`."""
+
+    def choose(self, flags: Any, tensor: Any) -> Any:
+        """The numbers of the tensor where a flag is true, else 0: also in the place of a nan. flags: of the tensor's shape, or one."""
+
+    def padded(self, tensor: Any, rows: Any) -> Any:
+        """The tensor with so many rows of zeros behind it."""
 
 
 def library_of(tensors: Sequence[Any]) -> Library:
