@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Rule, Values, When, always, among, other_than
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Rule, Values, When, among, other_than
 
 
 def _single_process(job: PlannedJob) -> Iterator[UserError]:
@@ -24,7 +24,7 @@ def _batch_size(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(key), f"{readers} or more, or fewer ranks")
 
 
-RANKS = JobFeature(key="comm.engine", on=always, rules=(_single_process, _batch_size))
+RULES_OF_RANKS: tuple[Rule, ...] = (_single_process, _batch_size)
 
 SETTINGS: dict[str, Values] = {  # of Horovod
     "comm.hierarchical": among(True),
@@ -94,10 +94,10 @@ def _of_mpi_and_gpus(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where(MEMORY_KEY), f"leave {MEMORY_KEY} out")
 
 
-# Without examples: it changes nothing where no rank has a GPU, so pairs with it would show nothing in docs/combinations.md.
 DEVICE_MEMORY = JobFeature(
     key=MEMORY_KEY,
     on=lambda config: config.comm.device_memory != "auto",
+    no_examples="it changes nothing where no rank has a GPU",
     off="comm.device_memory=auto",
     rules=(_of_mpi_and_gpus,),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvdtrain.config.schema import AugmentConfig, DataConfig
 from hvdtrain.config.section import is_object
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 
 READERS = JobFeature(
     key="data.readers",
@@ -27,92 +27,133 @@ READERS = JobFeature(
 )
 
 
-def _partition_by_blocks(job: PlannedJob) -> Iterator[UserError]:
-    if job.config.data.sampling == "partition":
-        what = "data.shuffle=blocks gives each rank the blocks of its own share of a step, and data.sampling=partition other positions"
-        yield UserError(what, job.where("data.sampling"), "data.sampling=global, or data.shuffle=full")
+BLOCKS = JobFeature(
+    key="data.shuffle",
+    on=lambda config: config.data.shuffle == "blocks",
+    examples=("data.shuffle=blocks data.shuffle_block=3 data.shuffle_window=2",),
+    off="data.shuffle=full",
+    why="a rank reads the blocks of its share of a step",
+    without=tuple(
+        Exclusion(
+            f"data.{name}",
+            other_than(usual, example),
+            what="{key} needs data.shuffle=blocks",
+            fix="data.shuffle=blocks, or leave {key} out",
+        )
+        for name, usual, example in (("shuffle_block", None, 8), ("shuffle_window", DataConfig.model_fields["shuffle_window"].default, 4))
+    ),
+    excludes=(
+        Exclusion(
+            "data.sampling",
+            among("partition"),
+            what="{chosen} gives each rank the blocks of its share of a step, but {set} gives it other positions",
+            fix="data.sampling=global, or {off}",
+        ),
+    ),
+)
 
 
-def _blocks_alone(job: PlannedJob) -> Iterator[UserError]:
-    for key, usual in (("data.shuffle_block", None), ("data.shuffle_window", DataConfig.model_fields["shuffle_window"].default)):
-        if job.config.data.shuffle != "blocks" and value_of(job.config, key) != usual:
-            yield UserError(f"{key} needs data.shuffle=blocks", job.where(key), f"data.shuffle=blocks, or leave {key} out")
+def _of_single_samples(key: str, values: Values, why: str, words: str = "") -> Exclusion:
+    what = f"data.sample_weights draws with replacement and does not support {{set}}: {why}"
+    return Exclusion(key, values, what=what, fix="leave {key} out, or data.sample_weights", why=why, words=words)
 
 
-BLOCKS = JobFeature(key="data.shuffle", on=lambda config: config.data.shuffle == "blocks", rules=(_partition_by_blocks,))
-BLOCK_KEYS = JobFeature(key="data.shuffle", on=always, rules=(_blocks_alone,))
+SAMPLE_WEIGHTS = JobFeature(
+    key="data.sample_weights",
+    on=lambda config: config.data.sample_weights is not None,
+    examples=("data.sample_weights=balanced",),
+    off="data.sample_weights=null",
+    excludes=(
+        _of_single_samples("data.shuffle", among("blocks"), "blocks of neighbours are read together, but samples are drawn one by one"),
+        _of_single_samples("data.sampling", among("partition"), "any rank may draw any sample, but a partition divides the samples"),
+        _of_single_samples("augment.mixup", above(0), "partners are drawn without weights"),
+        _of_single_samples("augment.cutmix", above(0), "partners are drawn without weights"),
+        _of_single_samples("augment.flip", among("alternating"), "an epoch does not have each sample once"),
+        _of_single_samples(
+            "recipe.sample_noise", above(0), "a step may draw a sample twice, but has one noise for it", "optim.base_batch=6"
+        ),
+    ),
+)
+
+ONE_SHAPE = "ranks exchange activations of one shape, but the passes have different lengths"
+PAD = JobFeature(
+    key="data.pad",
+    on=lambda config: bool(config.data.pad),
+    examples=('data.pad={"tokens":0} task.name=language',),
+    off="data.pad={{}}",
+    what="data.pad does not support {set}: " + ONE_SHAPE,
+    fix="leave {key} out; or pad all samples to one length in the data, and leave data.pad out",
+    why=ONE_SHAPE,
+    excludes=(
+        Exclusion("parallel.pipeline", above(1)),
+        Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),
+        Exclusion("parallel.dense", other_than("none", "a")),
+    ),
+)
 
 
-def _not_by_weight(job: PlannedJob) -> Iterator[UserError]:
-    """What is of samples that each epoch has once, or takes neighbours together."""
-    config = job.config
-    refused = {
-        "data.shuffle": (config.data.shuffle == "blocks", "neighbours are read together, and draws are one by one"),
-        "data.sampling": (config.data.sampling == "partition", "samples are divided among the ranks, and a draw takes any of them"),
-        "augment.mixup": (config.augment.mixup > 0, "partners are drawn without weights"),
-        "augment.cutmix": (config.augment.cutmix > 0, "partners are drawn without weights"),
-        "augment.flip": (config.augment.flip == "alternating", "it is of epochs that have each sample once"),
-        "recipe.sample_noise": (config.recipe.sample_noise > 0, "each sample of a step has its noise once, and may be drawn twice"),
-    }
-    for key, (is_on, why) in refused.items():
-        if is_on:
-            what = f"{as_set(config, key)} does not go with data.sample_weights, which draws with replacement: {why}"
-            yield UserError(what, job.where(key), f"leave {key} out, or data.sample_weights")
+def _of_rows(key: str, values: Values, why: str) -> Exclusion:
+    return Exclusion(key, values, what=f"data.pack does not support {{set}}: {why}", fix="leave {key} out, or data.pack", why=why)
 
 
-SAMPLE_WEIGHTS = JobFeature(key="data.sample_weights", on=lambda config: config.data.sample_weights is not None, rules=(_not_by_weight,))
+PACK = JobFeature(
+    key="data.pack",
+    on=lambda config: config.data.pack is not None,
+    examples=("data.pack=16 task.name=language",),
+    off="data.pack=null",
+    excludes=(
+        Exclusion(
+            "task.name",
+            Values(lambda name: name != "language" and not is_object(name), "regression"),  # a script's loss is checked with its task
+            what="data.pack packs tokens for task.name=language, but this is {set}",
+            where="data.pack",
+            fix="task.name=language, or leave data.pack out",
+            why="it packs tokens",
+        ),
+        _of_rows("data.pad", Values(bool, '{"tokens":0}'), "a row contains several sequences, so no single sequence can be padded"),
+        _of_rows("data.bucket_by", other_than(None, "length"), "all rows have one length"),
+        _of_rows("data.sample_weights", other_than(None, "balanced"), "a row contains several samples"),
+        *(_of_rows(key, above(1), "models of tokens alone are cut") for key in ("parallel.tensor", "parallel.pipeline")),
+        _of_rows("parallel.dense", other_than("none", "a"), "models of tokens alone are cut"),
+    ),
+)
 
 
-def _one_length(job: PlannedJob) -> Iterator[UserError]:
-    """Where ranks exchange activations, those of all passes have one shape."""
-    parallel = job.config.parallel
-    for key, is_on in {
-        "parallel.pipeline": parallel.pipeline > 1,
-        "parallel.sequence": parallel.sequence,
-        "parallel.dense": parallel.dense != "none",
-    }.items():
-        if is_on:
-            what = f"{as_set(job.config, key)} exchanges activations of one shape, and with data.pad that of each pass is another one"
-            yield UserError(what, job.where(key), f"leave {key} out; or pad the samples to one length in the data, and leave data.pad out")
-
-
-PAD = JobFeature(key="data.pad", on=lambda config: bool(config.data.pad), rules=(_one_length,))
-
-
-def _rows(job: PlannedJob) -> Iterator[UserError]:
-    """What is of samples that are single sequences, or of a model that gets tokens alone."""
-    config = job.config
-    if config.task.name != "language" and not is_object(config.task.name):  # a loss of a script is refused where its task is made
-        what = f"data.pack packs tokens for task.name=language, and this is task.name={config.task.name}"
-        yield UserError(what, job.where("data.pack"), "task.name=language, or leave data.pack out")
-    for key, is_on, why in (
-        ("data.pad", bool(config.data.pad), "a row has no sequence alone, which could be padded"),
-        ("data.bucket_by", config.data.bucket_by is not None, "all rows have one length"),
-        ("data.sample_weights", config.data.sample_weights is not None, "a row has several samples of the data"),
-        ("parallel.tensor", config.parallel.tensor > 1, "it cuts models that get tokens alone"),
-        ("parallel.pipeline", config.parallel.pipeline > 1, "it cuts models that get tokens alone"),
-        ("parallel.sequence", config.parallel.sequence, "it cuts models that get tokens alone"),
-        ("parallel.dense", config.parallel.dense != "none", "it cuts models that get tokens alone"),
-    ):
-        if is_on:
-            fix = f"leave {key} out, or data.pack"
-            yield UserError(f"{as_set(config, key)} does not go with data.pack: {why}", job.where(key), fix)
-
-
-PACK = JobFeature(key="data.pack", on=lambda config: config.data.pack is not None, rules=(_rows,))
-
-
-def _buckets(job: PlannedJob) -> Iterator[UserError]:
-    data = job.config.data
-    if not data.pad:
-        what = f"data.bucket_by={data.bucket_by} is of samples of different lengths, and there is no data.pad"
+def _needs_pad(job: PlannedJob) -> Iterator[UserError]:
+    if not job.config.data.pad:
+        what = f"data.bucket_by={job.config.data.bucket_by} sorts variable-length samples and needs data.pad"
         yield UserError(what, job.where("data.bucket_by"), "data.pad={tokens: 0}, or leave data.bucket_by out")
-    if data.sampling == "partition":
-        what = "data.bucket_by divides the samples of a step by their lengths, and data.sampling=partition by their positions"
-        yield UserError(what, job.where("data.sampling"), "data.sampling=global, or leave data.bucket_by out")
 
 
-BUCKETS = JobFeature(key="data.bucket_by", on=lambda config: config.data.bucket_by is not None, rules=(_buckets,))
+BUCKETS = JobFeature(
+    key="data.bucket_by",
+    on=lambda config: config.data.bucket_by is not None,
+    examples=('data.bucket_by=length data.pad={"tokens":0} task.name=language',),
+    off="data.bucket_by=null",
+    excludes=(
+        Exclusion(
+            "data.sampling",
+            among("partition"),
+            what="{chosen} divides the samples of a step by their lengths, but {set} divides them by their positions",
+            fix="data.sampling=global, or leave data.bucket_by out",
+            why="the samples of a step are divided by their lengths, not by their positions",
+        ),
+    ),
+    rules=(_needs_pad,),
+)
+# data.inputs: fields of each sample that the model gets side by side.
+INPUTS = JobFeature(
+    key="data.inputs",
+    on=lambda config: bool(config.data.inputs),
+    examples=("data.inputs=[image,table]",),
+    off="data.inputs=[]",
+)
+VAL_SHARE = JobFeature(
+    key="data.val_share",
+    on=lambda config: config.data.val_share is not None,
+    examples=("data.val_share=0.25",),
+    off="data.val_share=null",
+)
 
 
 CROP = JobFeature(
@@ -141,13 +182,6 @@ CROP = JobFeature(
 )
 
 
-def _magnitude_of_nothing(job: PlannedJob) -> Iterator[UserError]:
-    config = job.config.augment
-    if config.magnitude != AugmentConfig.model_fields["magnitude"].default and not config.rand_augment:
-        what = f"augment.magnitude={config.magnitude} is of augment.rand_augment, and there is none"
-        yield UserError(what, job.where("augment.magnitude"), "augment.rand_augment=2, or leave augment.magnitude out")
-
-
 def _half_a_turn(job: PlannedJob) -> Iterator[UserError]:
     hue = job.config.augment.color_jitter[3:]
     if hue and hue[0] > 0.5:
@@ -155,7 +189,27 @@ def _half_a_turn(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("augment.color_jitter"), "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]")
 
 
-COLOURS = JobFeature(key="augment.rand_augment", on=always, rules=(_magnitude_of_nothing, _half_a_turn))
+RAND_AUGMENT = JobFeature(
+    key="augment.rand_augment",
+    on=lambda config: config.augment.rand_augment > 0,
+    examples=("augment.rand_augment=2",),
+    off="augment.rand_augment=0",
+    without=(
+        Exclusion(
+            "augment.magnitude",
+            other_than(AugmentConfig.model_fields["magnitude"].default, 7),
+            what="{set} needs augment.rand_augment",
+            fix="augment.rand_augment=2, or leave augment.magnitude out",
+        ),
+    ),
+)
+COLOR_JITTER = JobFeature(
+    key="augment.color_jitter",
+    on=lambda config: bool(config.augment.color_jitter),
+    examples=("augment.color_jitter=[0.4,0.4,0.4,0.1]",),
+    off="augment.color_jitter=[]",
+    rules=(_half_a_turn,),
+)
 
 
 # evaluate.views: what the model says of an image is the mean over several views of it.

@@ -8,12 +8,8 @@ from typing import Any
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features import comm, data, dense, frameworks, log, lost, mesh, optim, passes, pipeline, reduce, servers, shards, tasks
-from hvdtrain.features.job_feature import JobFeature, PlannedJob, always, value_of
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, value_of
 from hvdtrain.recipe.conflicts import recipe_conflicts
-
-
-def _contradictions(job: PlannedJob) -> Iterator[UserError]:
-    yield from recipe_conflicts(job.config)
 
 
 def _plain(key: str, usual: Any, *examples: str) -> JobFeature:
@@ -25,7 +21,6 @@ def _plain(key: str, usual: Any, *examples: str) -> JobFeature:
     return JobFeature(key=key, on=on, examples=examples)
 
 
-RECIPE = JobFeature(key="recipe.schedule", on=always, rules=(_contradictions,))
 PLAIN = (  # these exclude nothing by themselves: others say where they cannot go with them
     _plain("norm.kind", "batch", "norm.kind=ghost norm.ghost=3"),
     _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
@@ -38,6 +33,14 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
     _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
     _plain("data.sampling", "global", "data.sampling=partition"),
     _plain("augment.mixup", 0.0, "augment.mixup=0.3"),
+    _plain("augment.cutmix", 0.0, "augment.cutmix=1.0"),
+    _plain("augment.flip", False, "augment.flip=true", "augment.flip=alternating"),
+    _plain("augment.resized_crop", 0.0, "augment.resized_crop=0.5"),
+    _plain("augment.cutout", 0, "augment.cutout=2"),
+    _plain("augment.erase", 0.0, "augment.erase=0.5"),
+    _plain("model.freeze", [], 'model.freeze=["*bias"]'),
+    _plain("evaluate.every_steps", None, "evaluate.every_steps=2"),
+    _plain("evaluate.samples", None, "evaluate.samples=5"),
     _plain("guard.nonfinite", "stop", "guard.nonfinite=skip", "guard.nonfinite=rollback"),
     _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),
     _plain("log.step_times", False, "log.step_times=true"),
@@ -48,8 +51,6 @@ FEATURES: tuple[JobFeature, ...] = (
     frameworks.NUMPY,
     frameworks.KERAS,
     frameworks.DEVICES,
-    RECIPE,
-    reduce.ONE_STRATEGY,
     reduce.DISTRIBUTED_OPTIMIZER,
     reduce.DDP,
     reduce.BUCKET,
@@ -72,15 +73,18 @@ FEATURES: tuple[JobFeature, ...] = (
     optim.USER_OPTIMIZER,
     log.NOISE_SCALE,
     log.SAMPLES,
+    log.HOOKS,
     data.READERS,
     data.BLOCKS,
-    data.BLOCK_KEYS,
     data.SAMPLE_WEIGHTS,
     data.PAD,
     data.PACK,
     data.BUCKETS,
+    data.INPUTS,
+    data.VAL_SHARE,
     data.CROP,
-    data.COLOURS,
+    data.RAND_AUGMENT,
+    data.COLOR_JITTER,
     optim.EMA,
     data.VIEWS,
     optim.GROUPS,
@@ -96,8 +100,21 @@ FEATURES: tuple[JobFeature, ...] = (
     tasks.REGRESSION,
     tasks.LANGUAGE,
     tasks.IGNORED_LABEL,
-    tasks.CLASSIFICATION,
     tasks.MULTILABEL,
     tasks.SEGMENTATION,
-    comm.RANKS,  # what depends on the number of ranks alone comes last: plan then has one message for all its rows
+    tasks.USER_TASK,
+    tasks.LOG_TARGETS,
+    tasks.STOP_TARGET,
 )
+
+
+def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
+    """Every conflict of a job: of its recipe, of its features in their order, of the number of ranks alone.
+
+    The last ones come last so that plan has one message for all its rows.
+    """
+    yield from recipe_conflicts(job.config)
+    for feature in FEATURES:
+        yield from feature.conflicts(job)
+    for rule in comm.RULES_OF_RANKS:
+        yield from rule(job)

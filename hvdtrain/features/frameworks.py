@@ -88,7 +88,12 @@ def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(f"{set_to} and norm.kind=sync do not go together: ranks exchange statistics of one device", where, fix)
 
 
-DEVICES = JobFeature(key="speed.devices", on=lambda config: config.speed.devices > 1, rules=(_devices_of_a_rank,))
+DEVICES = JobFeature(
+    key="speed.devices",
+    on=lambda config: config.speed.devices > 1,
+    no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py starts ranks with several",
+    rules=(_devices_of_a_rank,),
+)
 JAX = JobFeature(
     key="framework",
     on=lambda config: config.framework == "jax",

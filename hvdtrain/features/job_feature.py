@@ -76,7 +76,8 @@ class JobFeature:
 
     key: str  # that turns it on; a message calls the feature by this key and its value
     on: When
-    examples: tuple[str, ...] = ()  # words that turn it on, in a job of classification that is large enough
+    examples: tuple[str, ...] = ()  # words that turn it on, in a job of classification that is large enough; mine:NAME is a user's object
+    no_examples: str = ""  # why a test of pairs cannot turn it on; every other feature has examples
     chosen: Callable[[Config], str] | None = None  # what a message calls it instead
     off: str | Callable[[Config], str] = ""  # the words that turn it off
     why: str = ""  # it cannot go with what it excludes, in a few words
@@ -134,11 +135,6 @@ class JobFeature:
             return template.format(config=job.config, **texts)
 
         return UserError(text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix))
-
-
-def always(config: Config) -> bool:
-    """The feature of rules that every job has."""
-    return True
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -68,3 +68,6 @@ SAMPLES = JobFeature(
         ),
     ),
 )
+
+# hooks: methods of the user's, called on every rank between steps.
+HOOKS = JobFeature(key="hooks", on=lambda config: bool(config.hooks), examples=("hooks=[mine:Hook]",), off="hooks=[]")

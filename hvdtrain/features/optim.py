@@ -8,7 +8,7 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 from hvdtrain.recipe.recipe import Recipe
 
 
@@ -120,49 +120,63 @@ def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
     return [f"thawed after {read_length(entry.at).words()} (step {step}): {', '.join(entry.names)}" for entry, step in entries]
 
 
-def _thaw_conflicts(job: PlannedJob) -> Iterator[UserError]:
-    config, where = job.config, job.where("model.thaw")
-    if is_dotted(config.optim.name):
-        what = f"model.thaw is of hvdtrain's own optimizers; {config.optim.name} has one count of steps for all parameters"
-        yield UserError(what, where, "a name of `list` for optim.name, or leave model.thaw out")
-    for key, usual in (
-        ("optim.ema", None),
-        ("servers.count", 0),
-        ("comm.local_steps", 1),
-        ("parallel.dense", "none"),
-        ("log.noise_scale", False),
-    ):
-        if value_of(config, key) != usual:
-            yield UserError(f"model.thaw does not support {as_set(config, key)}", where, f"leave {key} or model.thaw out")
-
-
 # model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
-THAW = JobFeature(key="model.thaw", on=lambda config: bool(config.model.thaw), rules=(_thaw_conflicts,), lines_of_recipe=_lines_of_thaw)
-
-
-def _weights_of_nothing(job: PlannedJob) -> Iterator[UserError]:
-    model = job.config.model
-    for key in ("weights_names", "weights_skip") if model.weights is None else ():
-        if given := getattr(model, key):
-            what = f"model.{key}={list(given)} is of model.weights, and there is none"
-            yield UserError(what, job.where(f"model.{key}"), f"model.weights=FILE, or leave model.{key} out")
-
+THAW = JobFeature(
+    key="model.thaw",
+    on=lambda config: bool(config.model.thaw),
+    chosen=lambda config: "model.thaw",
+    examples=('model.thaw=[{"at":"2steps","names":["*bias"]}] model.freeze=["*bias"]',),
+    fix="leave {key} or model.thaw out",
+    why="not made yet",
+    excludes=(
+        Exclusion(
+            "optim.name",
+            Values(is_dotted, "torch.optim.SGD"),
+            what="model.thaw needs an optimizer of hvdtrain, but {set} has one step count for all parameters",
+            where="model.thaw",
+            fix="a name of `list` for optim.name, or leave model.thaw out",
+            why="a class of torch.optim has one step count for all parameters",
+        ),
+        Exclusion("optim.ema", other_than(None, 0.9), where="model.thaw"),
+        Exclusion("servers.count", above(0), where="model.thaw"),
+        Exclusion("comm.local_steps", above(1), where="model.thaw"),
+        Exclusion("parallel.dense", other_than("none", "a"), where="model.thaw"),
+        Exclusion("log.noise_scale", among(True), where="model.thaw"),
+    ),
+    lines_of_recipe=_lines_of_thaw,
+)
 
 # model.weights: what a file has takes the place of first weights.
-WEIGHTS = JobFeature(key="model.weights", on=always, rules=(_weights_of_nothing,))
-
-
-def _lora_conflicts(job: PlannedJob) -> Iterator[UserError]:
-    config, where = job.config, job.where("model.lora")
-    if not config.model.lora:
-        for key, usual in (("lora_rank", 8), ("lora_alpha", None), ("lora_dropout", 0.0)):
-            if getattr(config.model, key) != usual:
-                yield UserError(f"model.{key} needs model.lora", job.where(f"model.{key}"), "model.lora=['*.fc1'], the layers that get one")
-        return
-    for key, off in (("servers.count", 0), ("parallel.tensor", 1), ("parallel.dense", "none")):
-        if value_of(config, key) != off:
-            yield UserError(f"model.lora does not support {as_set(config, key)}", where, f"leave {key} or model.lora out")
-
+WEIGHTS = JobFeature(
+    key="model.weights",
+    on=lambda config: config.model.weights is not None,
+    examples=("model.weights=base.safetensors",),
+    off="model.weights=null",
+    without=tuple(
+        Exclusion(
+            f"model.{name}", other_than([], [example]), what="{set} needs model.weights", fix="model.weights=FILE, or leave {key} out"
+        )
+        for name, example in (("weights_names", "a=b"), ("weights_skip", "fc*"))
+    ),
+)
 
 # model.lora: adapters of linear layers that each rank calls as a whole.
-LORA = JobFeature(key="model.lora", on=always, rules=(_lora_conflicts,))
+LORA = JobFeature(
+    key="model.lora",
+    on=lambda config: bool(config.model.lora),
+    chosen=lambda config: "model.lora",
+    examples=('model.lora=["*"] model.lora_rank=2',),
+    fix="leave {key} or model.lora out",
+    why="each rank calls a whole linear layer",
+    without=tuple(
+        Exclusion(
+            f"model.{name}", other_than(usual, example), what="{key} needs model.lora", fix="model.lora=['*.fc1'], the layers that get one"
+        )
+        for name, usual, example in (("lora_rank", 8, 4), ("lora_alpha", None, 16.0), ("lora_dropout", 0.0, 0.1))
+    ),
+    excludes=(
+        Exclusion("servers.count", above(0), where="model.lora", why="not made yet"),
+        Exclusion("parallel.tensor", above(1), where="model.lora"),
+        Exclusion("parallel.dense", other_than("none", "a"), where="model.lora"),
+    ),
+)

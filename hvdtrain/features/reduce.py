@@ -8,7 +8,7 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, always, among, as_set, other_than, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
 from hvdtrain.recipe.summary import averages_lines
 
 ONE_OF: dict[str, Values] = {  # at most one of these
@@ -18,12 +18,6 @@ ONE_OF: dict[str, Values] = {  # at most one of these
 }
 
 FIRST_BUCKET_MB = 1  # DDP's own, whatever the others are
-
-
-def _one_of(job: PlannedJob) -> Iterator[UserError]:
-    chosen = [as_set(job.config, key) for key, values in ONE_OF.items() if values.hold(value_of(job.config, key))]
-    if len(chosen) > 1:
-        yield UserError(f"{' and '.join(chosen)} exclude each other", job.where("comm.op"), "keep one of them")
 
 
 def _needs_horovod(job: PlannedJob) -> Iterator[UserError]:
@@ -42,10 +36,15 @@ def _in_each_step(config: Config) -> bool:
     return config.comm.reduce == "bucket" and not read_length(config.comm.local_from).amount
 
 
+def _instead(key: str) -> Exclusion:
+    """Another one of ONE_OF."""
+    what = "{chosen} and {set} exclude each other"
+    return Exclusion(key, ONE_OF[key], what=what, fix="keep one of them", why="both say what ranks exchange")
+
+
 ANOTHER = tuple(Exclusion(key, values, where="comm.reduce", fix="comm.reduce=auto") for key, values in ONE_OF.items())
 ANOTHER_WHY = "both say how gradients are reduced"
 
-ONE_STRATEGY = JobFeature(key="comm.reduce", on=always, rules=(_one_of,))
 DISTRIBUTED_OPTIMIZER = JobFeature(
     key="comm.reduce",
     on=lambda config: config.comm.reduce == "distributed_optimizer",
@@ -108,6 +107,8 @@ COMPRESSION = JobFeature(
     off="comm.compression=none",
     first=(_sums_of_bfloat16,),
     excludes=(
+        _instead("comm.op"),
+        _instead("comm.local_steps"),
         Exclusion(
             "speed.precision",
             among("fp64"),
@@ -138,6 +139,7 @@ ADASUM = JobFeature(
     on=lambda config: config.comm.op == "adasum",
     examples=("comm.op=adasum",),
     off="comm.op=mean",
+    excludes=(_instead("comm.local_steps"),),
     rules=(_adasum_needs_horovod, _power_of_two),
 )
 

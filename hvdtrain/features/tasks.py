@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.errors import UserError
@@ -39,22 +40,14 @@ def _loss_object(job: PlannedJob) -> Iterator[UserError]:
 def _shares(job: PlannedJob) -> Iterator[UserError]:
     """Accuracy is 0 to 1."""
     config = job.config
+    if not _is_classification(config):
+        return
     for target in config.log.targets:
         if not 0 <= target <= 1:
             yield UserError(f"log.targets has {target:g}: accuracies are 0 to 1", job.where("log.targets"), "log.targets=[0.9] for 90 %")
     stop = config.stop.target
     if stop is not None and not 0 <= stop <= 1:
         yield UserError(f"stop.target is {stop:g}: accuracy is 0 to 1", job.where("stop.target"), "stop.target=0.9 for 90 %")
-
-
-def _keys_of_classes(job: PlannedJob) -> Iterator[UserError]:
-    """Losses of tasks that are made of several answers for each sample have no other form yet."""
-    model, name = job.config.model, job.config.task.name
-    if model.loss != "cross_entropy":
-        yield UserError(f"model.loss={model.loss} is of task.name=classification, this is {name}", job.where("model.loss"), "leave it out")
-    if model.label_smoothing:
-        what = f"model.label_smoothing={model.label_smoothing:g} is of task.name=classification and language, this is {name}"
-        yield UserError(what, job.where("model.label_smoothing"), "leave it out")
 
 
 REGRESSION = JobFeature(
@@ -114,6 +107,46 @@ IGNORED_LABEL = JobFeature(
     ),
     rules=(_loss_object,),
 )
-CLASSIFICATION = JobFeature(key="task.name", on=_is_classification, rules=(_shares,))
-MULTILABEL = JobFeature(key="task.name", on=lambda config: config.task.name == "multilabel", rules=(_keys_of_classes,))
-SEGMENTATION = JobFeature(key="task.name", on=lambda config: config.task.name == "segmentation", rules=(_keys_of_classes,))
+LOG_TARGETS = JobFeature(
+    key="log.targets",
+    on=lambda config: bool(config.log.targets),
+    examples=("log.targets=[0.4]",),
+    off="log.targets=[]",
+    rules=(_shares,),
+)
+STOP_TARGET = JobFeature(
+    key="stop.target",
+    on=lambda config: config.stop.target is not None,
+    examples=("stop.target=0.99",),
+    off="stop.target=null",
+    rules=(_shares,),
+)
+
+
+def _answers(name: str) -> JobFeature:
+    """A task of several answers for each sample."""
+    return JobFeature(
+        key="task.name",
+        on=lambda config: config.task.name == name,
+        examples=(f"task.name={name}",),
+        excludes=(
+            _another_loss("leave it out"),
+            Exclusion(
+                "model.label_smoothing",
+                Values(bool, 0.1),
+                what="{set} needs task.name=classification or language, but this is {chosen}",
+                fix="leave it out",
+                why="a sample does not have one class",
+            ),
+        ),
+    )
+
+
+MULTILABEL = _answers("multilabel")
+SEGMENTATION = _answers("segmentation")
+# task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the user's or of torchmetrics.
+USER_TASK = JobFeature(
+    key="task.name",
+    on=lambda config: is_dotted(config.task.name) and not is_object(config.task.name),
+    examples=("task.name=mine:measured",),
+)

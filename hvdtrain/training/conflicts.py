@@ -7,15 +7,13 @@ code that knows it: the shape of the data, the layers of the model, the GPUs and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.every_feature import FEATURES
+from hvdtrain.features.every_feature import conflicts_of
 from hvdtrain.features.job_feature import PlannedJob
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.recipe.batch import resolve_batch_size
@@ -28,12 +26,6 @@ def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
     _check_single_options(config)
     for conflict in conflicts_of(PlannedJob(config, engine, features_of(engine), ranks)):
         raise conflict
-
-
-def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
-    """Every conflict of a job, in the order of the features."""
-    for feature in FEATURES:
-        yield from feature.conflicts(job)
 
 
 def refuse_before_connecting(config: Config, place: Placement) -> None:

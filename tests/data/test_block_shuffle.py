@@ -92,7 +92,7 @@ def test_ranks_share_the_blocks_of_a_window() -> None:
 
 
 def test_partitions_are_not_by_block() -> None:
-    with pytest.raises(UserError, match=r"data.shuffle=blocks gives each rank the blocks of its own share") as caught:
+    with pytest.raises(UserError, match=r"data.shuffle=blocks gives each rank the blocks of its share") as caught:
         hvdtrain.train({}, "data.shuffle=blocks", "data.sampling=partition")
     assert "data.shuffle=full" in caught.value.fix
 

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from drawn_job import DrawnJob, Place
 from pairs import EXAMPLES, Pair, all_pairs, assigned, engines_of, joined, names, refusal
 from pool import end_all
-from random_jobs import OF_MUON, ONE, ROUNDING, Left, Part, Verdict, compare, left_of, run_part
+from random_jobs import OF_MUON, ONE, ROUNDING, Part, Verdict, compare, left_of, run_part
 from ranks import ROOT, Job
 
 from hvdtrain.errors import DONE
@@ -33,8 +34,9 @@ from hvdtrain.features.job_feature import as_yaml
 LIMIT_S = 120.0  # of a job
 COMMON = (
     "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 log.every_steps=2 guard.equal_steps=2 "
-    "checkpoint.every_minutes=null comm.bucket_mb=0.001"
+    "checkpoint.every_minutes=null checkpoint.every_steps=2 checkpoint.keep_last=99 comm.bucket_mb=0.001"
 )
+STOPPED = 2  # steps after which a job is resumed elsewhere
 SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
 IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
 PIXELS = 'data.source_options={"samples":36,"val_samples":12,"shape":[8,8,1]}'
@@ -46,32 +48,57 @@ MODELS = {  # the first one that has what both features need
     "gpt": f"{SAMPLES} task.name=language data.name=drawn_job:tokens {GPT}",
     "pixels": f"task.name=language data.name=image_tokens data.source=synthetic data.colours=6 data.side=4 {PIXELS} {GPT}",
     "numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers model.name=mlp model.widths=[10,8,6]",
+    "labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels model.name=mlp model.widths=[10,8,6]",
+    "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks model.name=example_objects:Pixels",
+    "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
+    "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields model.name=example_objects:Both",
     "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 norm.kind=ghost norm.ghost=3",
 }
-OF_IMAGES = ("mlp", "convnet", "resnet", "linear")
-CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers")
+OF_CLASSES = ("mlp", "convnet", "resnet", "linear")
+OF_IMAGES = (*OF_CLASSES, "labels", "masks")
+OF_TOKENS = ("gpt", "pixels", "sequences")
+CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers", "labels", "sequences")
+WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "pixels", "numbers", "labels", "sequences", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
-    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet"),
+    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet", "labels"),
     "parallel.dense": ("convnet",),
-    "parallel.sequence": ("gpt", "pixels"),
+    "parallel.sequence": OF_TOKENS,
     "parallel.tensor": CAN_BE_CUT,
     "parallel.pipeline": CAN_BE_CUT,
     "norm.kind": ("resnet",),
-    "speed.channels_last": ("convnet", "resnet"),
-    "model.recompute": ("gpt", "pixels", "resnet"),
+    "speed.channels_last": ("convnet", "resnet", "masks"),
+    "model.recompute": (*OF_TOKENS, "resnet"),
+    "model.lora": WITH_LINEAR_LAYERS,
     "log.samples": ("pixels",),
-    "task.name=language": ("gpt", "pixels"),
+    "data.pad": ("sequences",),
+    "data.pack": ("sequences",),
+    "data.bucket_by": ("sequences",),
+    "data.inputs": ("fields",),
+    "data.sample_weights": (*OF_CLASSES, "fields"),
+    "task.name=language": OF_TOKENS,
     "task.name=regression": ("numbers",),
-    "task.ignore_label": OF_IMAGES,
-    "augment.": ("mlp", "convnet", "resnet", "linear"),
-    "evaluate.views": OF_IMAGES,
+    "task.name=multilabel": ("labels",),
+    "task.name=segmentation": ("masks",),
+    "task.name=mine:measured": OF_CLASSES,
+    "task.ignore_label": OF_CLASSES,
+    "augment.": OF_IMAGES,
+    "evaluate.views": OF_CLASSES,
 }
-SMALLER = {"recipe.grow_to": "[18]", "data.name": None, "task.name": None}  # of an example in the place of its value; None: of the model
+SMALLER = {  # what replaces a word of an example; None: the word of the model
+    "recipe.grow_to=[80]": "[18]",
+    "data.name=image_tokens": None,
+    "task.name=mine:measured": "example_objects:measured",
+    "hooks=[mine:Hook]": "[example_objects:Hook]",
+    "augment.color_jitter=[0.4,0.4,0.4,0.1]": "[0.4,0.4]",  # images of one channel have no saturation or hue
+    **{f"task.name={name}": None for name in ("regression", "language", "multilabel", "segmentation")},
+}
+BASE = "base.safetensors"  # of an example; the run folder of a job with the same model replaces it
+OF_PRETRAINED = ("model.weights", "model.lora", "model.freeze", "model.thaw")  # keys that the base job does not have
 ON_RANKS = ("comm.", "shard.", "parallel.", "servers.", "guard.lost", "log.noise_scale")  # what one process does without
 SAME_NUMBERS = (  # keys that change no number, beside what has no twin
     *("comm.tune", "comm.cycle_ms", "comm.fusion_mb", "comm.hierarchical", "comm.reduce", "data.readers", "log.", "guard.", "checkpoint."),
-    *("model.recompute", "batch.micro", "parallel.sequence", "shard."),
+    *("model.recompute", "batch.micro", "parallel.sequence", "shard.", "hooks", "stop.target", "evaluate.", "data.bucket_by"),
 )
 HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
@@ -101,6 +128,7 @@ class Found(NamedTuple):
     why: str = ""
     apart: float = 0.0
     job: str = ""
+    resumed: str = ""  # where its middle was reached -> where it was resumed
 
 
 class Planned(NamedTuple):
@@ -134,7 +162,7 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
     if "comm.compression" in pair.words:
         alone = joined("speed.precision=fp32", alone)
     place = Place(engine_of(pair), ranks_of(pair.words), as_words({key: found[key] for key in found if key in on_ranks}))
-    return DrawnJob(0, joined(COMMON, MODELS[model], alone), place, None, 0)
+    return DrawnJob(0, joined(COMMON, MODELS[model], alone), place, None, STOPPED)
 
 
 def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
@@ -171,7 +199,7 @@ def model_of(pair: Pair) -> str | None:
 
 def smaller(words: str) -> dict[str, str]:
     """The words of examples for a tiny job."""
-    found = {key: SMALLER.get(key, value) for key, value in assigned(words).items()}
+    found = {key: SMALLER.get(f"{key}={value}", value) for key, value in assigned(words).items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -222,10 +250,14 @@ class Runner:
     """Runs jobs in a folder; a twin that several pairs have runs once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._twins = folder, dict[tuple[str, ...], Left | Verdict]()
+        self._folder = folder
+        self._twins: dict[tuple[str, ...], Part | Verdict] = {}
+        self._bases: dict[str, Path] = {}
 
     def run(self, planned: Planned) -> Found:
-        part = Part(planned.job, planned.job.place, self._folder / "ranks")
+        """A pair on its ranks, compared with its twin; then from its middle at another place, compared with its ranks."""
+        job = self._with_base(planned.job)
+        part = Part(job, job.place, self._folder / "ranks")
         command = part.command()
         instead = run_with_ulfm(part) if needs_ulfm(part) else run_part(part, LIMIT_S)
         if instead is not None:
@@ -233,22 +265,53 @@ class Runner:
             return Found("refused" if is_known else "failed", instead.why, job=command)
         if planned.twin is None:
             reasons = [why for key, why in HAS_NO_TWIN.items() if key in planned.pair.words]
-            return Found(
-                "runs", "; ".join(reasons) or by_rank(planned.pair) or "the other feature multiplies what 16 bits round", job=command
-            )
-        twin = self._left(planned.twin)
+            why = "; ".join(reasons) or by_rank(planned.pair) or "the other feature multiplies what 16 bits round"
+            return self._resumed(part, Found("runs", why, job=command), part, part.place)
+        twin = self._twin(self._with_base(planned.twin))
         if isinstance(twin, Verdict):
             return Found("failed", f"what it is compared with: {twin.why}", job=command)
-        found = compare(twin, left_of(part.run), 0, bound_of(part.words))
-        kind = "alike" if found.kind == "equal" and planned.twin.place != ONE else found.kind
-        return Found(kind, found.why, found.apart, command)
+        verdict = compare(left_of(twin.run), left_of(part.run), 0, bound_of(part.words))
+        if verdict.kind == "failed":
+            return Found("failed", verdict.why, verdict.apart, command)
+        if planned.twin.place != ONE:
+            return self._resumed(part, Found("alike", "", verdict.apart, command), part, part.place)
+        result = Found(verdict.kind, "", verdict.apart, command)
+        begins_alone = zlib.crc32(planned.pair.name.encode()) % 2  # half of the pairs
+        return self._resumed(part, result, twin, part.place) if begins_alone else self._resumed(part, result, part, ONE)
 
-    def _left(self, job: DrawnJob) -> Left | Verdict:
-        part = Part(job, job.place, self._folder / "twin")
+    def _resumed(self, part: Part, straight: Found, stopped: Part, place: Place) -> Found:
+        """What a pair came to, after a second run from the middle of `stopped` at `place`."""
+        if needs_ulfm(part):
+            return straight
+        again = Part(part.job, place, self._folder / "next", stopped.run)
+        way = f"{stopped.place.engine} x {stopped.place.ranks} -> {place.engine} x {place.ranks}"
+        instead = run_part(again, LIMIT_S)
+        if instead is not None:
+            return straight._replace(kind="failed", why=f"resumed, {way}: {instead.why}", job=again.command())
+        verdict = compare(left_of(part.run), left_of(again.run), STOPPED, bound_of(part.words))
+        if verdict.kind == "failed":
+            return straight._replace(kind="failed", why=f"resumed, {way}: {verdict.why}", apart=verdict.apart, job=again.command())
+        return straight._replace(apart=max(straight.apart, verdict.apart), resumed=way)
+
+    def _twin(self, job: DrawnJob) -> Part | Verdict:
+        part = Part(job, job.place, self._folder / f"twin-{len(self._twins)}")
         known = tuple(sorted(part.words))
         if known not in self._twins:
-            self._twins[known] = run_part(part, LIMIT_S) or left_of(part.run)
+            self._twins[known] = run_part(part, LIMIT_S) or part
         return self._twins[known]
+
+    def _with_base(self, job: DrawnJob) -> DrawnJob:
+        """The job with pretrained weights: those of its model after a step with another seed."""
+        if f"model.weights={BASE}" not in job.words:
+            return job
+        of_model = [word for word in job.words.split() if word.startswith(("data.", "task.", "model.", "framework=", "norm."))]
+        words = joined(COMMON, *(word for word in of_model if not word.startswith(OF_PRETRAINED)), "stop.steps=1 seed=7")
+        if words not in self._bases:
+            part = Part(job._replace(words=words), ONE, self._folder / f"base-{len(self._bases)}")
+            instead = run_part(part, LIMIT_S)
+            assert instead is None, instead
+            self._bases[words] = part.run
+        return job._replace(words=joined(job.words, f"model.weights={self._bases[words]}"))
 
 
 def run_pairs(pairs: Sequence[Pair], for_s: float) -> Iterator[tuple[Pair, Found]]:
