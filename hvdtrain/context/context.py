@@ -29,7 +29,7 @@ from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.log import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.frameworks.extra import MOST_BYTES
-from hvdtrain.frameworks.own_loop import Words, module_of
+from hvdtrain.frameworks.own_loop import Divisor, Words, item_count, module_of
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
@@ -97,6 +97,8 @@ class Context:
         self._order: Order | None = None  # of the samples, by the checkpoint or by samples()
         self._stream: SampleStream | None = None
         self._samples: Any = None  # the batch that the script has
+        self._evaluated: Any = None  # the batch of ctx.each() that it has
+        self._is_evaluated = False  # ctx.each() is over, and no batch of samples() has come since
         self._resumed = self._checked_extra = self._closed = False
         self._failure = ""  # why the last checkpoint is not written
         self._extra: dict[str, Any] | None = None  # what the script has given for its checkpoints the last time
@@ -284,6 +286,7 @@ class Context:
             samples = stream.take(p)
             self._heartbeat.beat("step", p.epoch, p.step)
             self._samples = self._learner.begin_step(samples, stream.batch, stream.order.seed)
+            self._is_evaluated = False
             yield self._samples
             if not self._learner.has_stepped:
                 words = self._words
@@ -303,51 +306,67 @@ class Context:
     def each(self, dataset: Any, *, batch: int) -> Iterator[Any]:
         """Every sample once, over all ranks, in batches of at most `batch` on each: for an evaluation, within the loop or after it.
 
-        Every rank gets equally many batches; one without samples has one that does not count: mean(..., count=batch.count).
+        Every rank gets equally many batches; one without samples has one that does not count: mean(..., count=batch.count), which
+        inside of the loop is what a mean without a count has.
         """
         self._need("ctx.each()")
         check_batch(batch, "ctx.each()")
         source = checked_source(dataset, "ctx.each()", self._config)
         self._learner.sync_buffers(self._communicator)
-        for rows in evaluation_batches(len(source), batch, self.mesh.data.rank, self.mesh.data.size):
-            self._heartbeat.beat("evaluation", int(self.epochs), self.step)
-            yield rows_of(source, rows, self._learner)
+        try:
+            for rows in evaluation_batches(len(source), batch, self.mesh.data.rank, self.mesh.data.size):
+                self._heartbeat.beat("evaluation", int(self.epochs), self.step)
+                self._evaluated = rows_of(source, rows, self._learner)
+                yield self._evaluated
+        finally:
+            self._evaluated = None
+            self._is_evaluated = True
 
-    def backward(self, loss: Any) -> None:
-        """The backward pass: `loss` is the mean over this rank's samples of the batch, a tensor of one number.
+    def backward(self, loss: Any, *, count: Any = None) -> None:
+        """The backward pass: `loss` is the mean over this rank's samples of the batch, or over `count` items, a tensor of one number.
 
         It is weighted with this rank's share, so that p.grad is then the gradient of the mean over the batch of all ranks, with uneven
         shares too. With shard.stage each rank has a part of that, outside of p.grad. Once for each batch. A collective.
+
+        count: of this rank's items (tokens, labelled pixels, the sum of class weights), 0 where it has none, which then adds nothing.
+        Where the mean of the loss is not over samples, every step on every rank has it; with data.pad it is required.
         """
         self._need("ctx.backward()")
-        self._learner.backward(loss)
+        self._learner.backward(loss, count)
 
     def accumulate(self, loss_of: Callable[[Any], Any], *, at_most: int) -> Any:
         """Gradient accumulation: backward() in parts of at most so many samples, of which each needs memory by itself.
 
-        loss_of(part): a forward pass, the mean loss over part["x"], ...; called equally often on all ranks. Returns this rank's mean loss.
+        loss_of(part): a forward pass, the mean loss over part["x"], ...; called equally often on all ranks. Where the mean is not over
+        samples it returns (loss, count), as backward() has them. Returns this rank's mean loss.
         """
         self._need("ctx.accumulate()")
         check_batch(at_most, "ctx.accumulate()", "at_most", "samples of a part, 1 or more")
         return self._learner.accumulate(loss_of, at_most)
 
-    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool = False, at_most: int | None = None) -> Callable[..., Any]:
+    def value_and_grad(
+        self, loss_of: Callable[..., Any], *, has_aux: bool = False, has_count: bool = False, at_most: int | None = None
+    ) -> Callable[..., Any]:
         """framework=jax: jax.value_and_grad(loss_of) over the samples of all ranks: a function of params and what else loss_of takes.
 
         loss_of(params, ...) is the mean over this rank's samples of the batch; with has_aux it returns a pair of that and anything. The
         function returns this rank's loss, or the pair, and the gradient of the mean over the batch of all ranks, with uneven shares too: a
         tree like params. at_most: in parts of at most so many samples, of which each needs memory by itself; loss_of then takes the batch.
+        has_count: loss_of returns (loss, count), with has_aux (loss, count, anything): the loss is the mean over `count` items, as tokens
+        or labelled pixels, and the gradient that of the mean over the items of all ranks and parts; with data.pad it is required.
         loss_of is compiled, once for each shape. Once for each batch. A collective.
         """
         self._need("ctx.value_and_grad()")
         if at_most is not None:
             check_batch(at_most, "ctx.value_and_grad()", "at_most", "samples of a part, 1 or more")
-        found: Callable[..., Any] = self._learner.value_and_grad(loss_of, has_aux=has_aux, at_most=at_most)
+        found: Callable[..., Any] = self._learner.value_and_grad(loss_of, has_aux=has_aux, has_count=has_count, at_most=at_most)
         return found
 
-    def grad(self, loss_of: Callable[..., Any], *, has_aux: bool = False, at_most: int | None = None) -> Callable[..., Any]:
+    def grad(
+        self, loss_of: Callable[..., Any], *, has_aux: bool = False, has_count: bool = False, at_most: int | None = None
+    ) -> Callable[..., Any]:
         """framework=jax: value_and_grad() without the loss; with has_aux its function gives a pair of the gradient and the other value."""
-        of_both = self.value_and_grad(loss_of, has_aux=has_aux, at_most=at_most)
+        of_both = self.value_and_grad(loss_of, has_aux=has_aux, has_count=has_count, at_most=at_most)
 
         def gradient_of(params: Any, *arguments: Any) -> Any:
             value, gradient = of_both(params, *arguments)
@@ -365,34 +384,54 @@ class Context:
         found: tuple[Any, Any] = self._learner.update(gradient, state, params, extra)
         return found
 
-    def mean(self, metrics: Mapping[str, Any], count: int | None = None) -> dict[str, float]:
+    def mean(self, metrics: Mapping[str, Any], count: Any = None) -> dict[str, float]:
         """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
 
-        count: samples that this rank's values are means of; without it those of the batch, or 1. NaN where no rank has any. Raises
+        count: samples, or items, that this rank's values are means of. Without it what the batch has: the count of its loss, or its
+        samples; outside of a batch 1. After ctx.each() it is required, and inside with data.pad. NaN where no rank has any. Raises
         UserError where they give different names, on every rank, and for what is no mean.
         """
         if self._closed:
             self._need("ctx.mean()")
-        check_mean(metrics, count)
-        own = self._batch_count() if count is None else count
+        check_mean(metrics)
+        own = self._count_of_mean() if count is None else item_count(count, "ctx.mean()")
         fingerprints = allreduce_sums(self._communicator, names_fingerprint(metrics), "context.names")
         check_same_names(self._communicator, metrics, fingerprints, "ctx.mean()", "gives")
         sums: Sums = {f"metric.{name}": scalar(name, value, "ctx.mean()") * own if own else 0.0 for name, value in metrics.items()}
         total = allreduce_sums(self._communicator, sums | {"count": float(own)}, "context.mean")
         return {name: quotient(total[f"metric.{name}"], total["count"]) for name in metrics}
 
-    def _batch_count(self) -> int:
-        return 1 if self._samples is None else int(self._samples.count)
+    def _count_of_mean(self) -> float:
+        """What a mean without a count is weighted with. Raises UserError where that is not known."""
+        fix = "ctx.mean({...}, count=NUMBER), of the samples or tokens that this rank's values are means over"
+        if self._is_evaluated:
+            what = "a mean after ctx.each() without a count would weight the ranks by another batch"
+            raise UserError(what, "ctx.mean()", fix)
+        if self._evaluated is not None and self._config.data.pad:
+            raise UserError("data.pad gives samples of different lengths, and the mean has no count", "ctx.mean()", fix)
+        return self._batch_count("ctx.mean()") if self._evaluated is None else float(self._evaluated.count)
+
+    def _batch_count(self, where: str) -> float:
+        """What the loss of the batch that the script trains on is weighted with on this rank."""
+        if self._samples is None:
+            return 1.0
+        divisor: Divisor = self._learner.divisor
+        if divisor.is_missing:
+            what = "the mean of this batch is not over samples, and what it is over is not known yet"
+            raise UserError(what, where, f"after {self._words.counted}")
+        return float(self._samples.count) if divisor.items is None else divisor.items
 
     def log(self, **values: Any) -> None:
-        """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps,
-        the event "epoch" those of the whole epoch, when the loop asks for the batch after it. `lr` is the rate that events have.
+        """Numbers of this rank, as means over its samples, or over the count of its loss.
+
+        The event "step" of the next sync point has their means over ranks and steps, the event "epoch" those of the whole epoch, when the
+        loop asks for the batch after it. `lr` is the rate that events have.
 
         Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal, log.trackers and
         reports, which draw `loss`. The same names on every rank.
         """
         self._need("ctx.log()")
-        self._points.add(values, float(self._batch_count()))
+        self._points.add(values, self._batch_count("ctx.log()"))
 
     def checkpoint(
         self, model: Any, optimizer: Any, *, now: bool = False, objective: Any = None, better: Better = "min", **extra: Any

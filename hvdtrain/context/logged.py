@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, check_one_number, scalar
@@ -83,13 +81,11 @@ def check_same_names(communicator: Communicator, own: Collection[str], fingerpri
     raise UserError(what, where, "the same names on every rank, never under `if ctx.rank == 0`")
 
 
-def check_mean(metrics: object, count: object) -> None:
+def check_mean(metrics: object) -> None:
     """Raises UserError for what ctx.mean() does not take."""
     where, fix = "ctx.mean()", 'ctx.mean({"accuracy": accuracy}, count=batch.count)'
     if not isinstance(metrics, Mapping) or any(not isinstance(name, str) for name in metrics):
         raise UserError(f"{metrics!r:.60} is no mapping of names to numbers", where, fix)
-    if count is not None and (isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0):
-        raise UserError(f"count={count!r:.40} is no number of samples", where, fix)
 
 
 def quotient(total: float, weight: float) -> float:

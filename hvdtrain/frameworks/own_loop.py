@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import allreduce_sums
+from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import check_one_number
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay
@@ -58,10 +63,63 @@ class Words(NamedTuple):
     step: str  # the call that makes a step
     resume: str
     parts: str  # how gradients of parts of a batch are added up
+    counted: str  # the gradient of a mean over N items
 
     @property
     def whole_step(self) -> str:
         return f"{self.gradient}; {self.step}"
+
+
+class Divisor:
+    """What the mean loss of a batch is divided by: its samples, or the items that the script counts (tokens, labelled pixels)."""
+
+    def __init__(self, config: Config, data: Communicator) -> None:
+        """data: the ranks that read different samples."""
+        self._padded = next(iter(config.data.pad), None)
+        self._data = data
+        self._is_counted: bool | None = None  # whether the script counts; unknown before the first step
+        self.items: float | None = None  # that this rank has counted in the batch of this step
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the mean of this batch is not over samples, and its items are not counted yet."""
+        return self.items is None and (self._padded is not None or self._is_counted is True)
+
+    def need_count(self, where: str, fix: str) -> None:
+        """Called for a loss without a count. Raises UserError where data.pad needs one."""
+        if self._padded is not None:
+            what = f"data.pad gives {self._padded} samples of different lengths, and the call does not say what the loss is the mean over"
+            raise UserError(what, where, f"{fix}; of a mean over samples N is batch.count")
+
+    def agree(self, where: str, *, is_counted: bool) -> None:
+        """Raises UserError where other ranks or steps count and this one does not, or the other way. A collective in the first step."""
+        if self._is_counted is None:
+            ranks = allreduce_sums(self._data, {"counted": float(is_counted)}, "context.counted")["counted"]
+            if ranks not in (0, self._data.size):
+                raise UserError(f"{ranks:g} of {self._data.size} ranks give a count", where, "a count on every rank, or on none")
+            self._is_counted = is_counted
+        if self._is_counted != is_counted:
+            what = (
+                "the steps before have a count, and this one has none" if self._is_counted else "a count that the steps before do not have"
+            )
+            raise UserError(what, where, "a count in every step on every rank, or in none")
+
+    def total(self, own: float) -> float:
+        """The items of all ranks, at least what divides by no zero. own: of this rank. A collective."""
+        self.items = own
+        return allreduce_sums(self._data, {"items": own}, "context.items")["items"] or 1.0
+
+
+def item_count(count: Any, where: str) -> float:
+    """The count of a script: a number, or an array of one, for which the host waits. Raises UserError for what is none."""
+    fix = "how many items the loss is the mean over: count=(targets != -100).sum()"
+    if isinstance(count, bool):
+        raise UserError(f"count={count} is not a number of items", where, fix)
+    check_one_number("count", count, where)
+    found = float(count.detach() if hasattr(count, "detach") else count)
+    if not math.isfinite(found) or found < 0:
+        raise UserError(f"count={found:g} is not a number of items", where, fix)
+    return found
 
 
 class LoopLearner:
@@ -71,6 +129,7 @@ class LoopLearner:
     """
 
     words: Words
+    divisor: Divisor
 
     def cache_on_device(self, source: Source) -> bool:
         """Never: the script may look at any sample."""
@@ -115,7 +174,7 @@ class LoopLearner:
         """What is under way: Learner.under_way()."""
         return None
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Any, count: Any) -> None:
         """What Context.backward() does. A collective."""
         self._refuse("ctx.backward()", self.words.gradient)
 
@@ -123,7 +182,7 @@ class LoopLearner:
         """What Context.accumulate() does. A collective."""
         self._refuse("ctx.accumulate()", self.words.parts)
 
-    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, at_most: int | None) -> Callable[..., Any]:
+    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None) -> Callable[..., Any]:
         """What Context.value_and_grad() returns, which is a collective."""
         self._refuse("ctx.value_and_grad()", self.words.gradient)
 

@@ -791,6 +791,18 @@ def mistakes() -> list[Any]:
         loss_of(model, batch).backward()
         optimizer.step()
 
+    def without_some_targets(part: Any) -> torch.Tensor:
+        y = torch.where(part["y"] > 20, 0, -100)
+        return torch.nn.functional.cross_entropy(torch.cat([part["x"] @ torch.ones(2, 1).double()] * 2, 1).requires_grad_(), y)
+
+    def count_of_one_part(part: Any) -> Any:
+        loss = part["x"].mean().requires_grad_()
+        return loss if int(part["x"][0, 0]) % 4 else (loss, 1)
+
+    def mean_after_each(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        assert [ctx.mean({"a": len(one)})["a"] for one in ctx.each(DATA, batch=12)] == [12, 8]
+        ctx.mean({"a": 1})
+
     return [
         (in_step(lambda c, m, o, b: None), "optimizer.step() was not called", "to accumulate gradients: ctx.accumulate()"),
         (in_step(twice), "a second backward pass for one batch", "ctx.accumulate(loss_of, at_most=SAMPLES)"),
@@ -799,6 +811,27 @@ def mistakes() -> list[Any]:
             "the loss is a float",
             "one number that depends on the model",
         ),
+        (
+            in_step(lambda c, m, o, b: c.accumulate(without_some_targets, at_most=3)),
+            "cross_entropy divides by ",
+            "return loss, N in loss_of",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.accumulate(count_of_one_part, at_most=1)),
+            "a count for some parts and none for others",
+            "for each part",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.backward(loss_of(m, b), count=math.nan)),
+            "count=nan is not a number of items",
+            "(targets != -100).sum()",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.backward(loss_of(m, b), count=True)),
+            "count=True is not a number of items",
+            "the loss is the mean over",
+        ),
+        (in_step(mean_after_each), "a mean after ctx.each() without a count", "count=NUMBER"),
         (in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)), "at_most=0 is no number of samples", "of a part, 1 or more"),
         (in_step(plain), "optimizer.step() without ctx.backward(loss)", "in the place of loss.backward()"),
         (in_step(lambda c, m, o, b: c.backward(m(b["x"]))), "the loss is a tensor of shape (5, 1)", "the mean over this rank's samples"),
@@ -823,12 +856,56 @@ def mistakes() -> list[Any]:
         (lambda c, m, o: list(c.each(DATA, batch=True)), "batch=True is no number of samples", "batch=256"),
         (lambda c, m, o: c.mean({"a": torch.ones(2)}), "a is of shape (2,), not one number", "a=a.mean()"),
         (lambda c, m, o: c.mean({1: 2.0}), "{1: 2.0} is no mapping of names to numbers", "count=batch.count"),
-        (lambda c, m, o: c.mean({"a": 1}, count=1.5), "count=1.5 is no number of samples", "count=batch.count"),
+        (lambda c, m, o: c.mean({"a": 1}, count=-1.5), "count=-1.5 is not a number of items", "the loss is the mean over"),
         (lambda c, m, o: (c.close(), c.mean({"a": 1})), "the context is closed", "ctx = hvdtrain.init(...) again"),
         (lambda c, m, o: c.samples(DATA, batch=21), "batch=21 is more than the 20 samples", "20 or less"),
         (lambda c, m, o: o.add_param_group({"params": []}), "a parameter group after ctx.prepare()", "all groups before it"),
         (lambda c, m, o: o.load_state_dict({}), "comes from a checkpoint", "state = ctx.resume(), after prepare()"),
     ]
+
+
+def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> None:
+    """And what is logged and averaged is weighted with it. A step without any item leaves the weights as they are."""
+    tokens = {"tokens": [np.arange(n) % 5 for n in (2, 9, 3, 7, 2, 2)]}
+
+    def next_tokens(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y = part["tokens"][:, 1:].flatten()
+        logits = model(part["tokens"][:, :-1].clamp(min=0)).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, y, ignore_index=-100), (y != -100).sum()
+
+    torch.manual_seed(0)
+    net = torch.nn.Embedding(5, 5).double()
+    alone = copy.deepcopy(net)
+    opened.append(ctx := ht.init("data.pad={tokens: -100}"))
+    model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    for batch in ctx.samples(tokens, batch=3, epochs=1.5, seed=1):
+        calls = [lambda: ctx.log(a=1), lambda: ctx.mean({"a": 1}), lambda: ctx.mean({"a": 1})]
+        for call in calls:
+            with pytest.raises(UserError, match="what it is over is not known yet"):
+                call()
+        before = net.weight.detach().clone()
+        if batch.step == 2:
+            ctx.accumulate(lambda part: (next_tokens(part)[0] * math.nan, 0), at_most=1)
+            optimizer.step()
+            assert torch.equal(net.weight, before)
+            continue
+        alone.load_state_dict(net.state_dict())
+        y = batch["tokens"][:, 1:].flatten()
+        alone.zero_grad()
+        of_all = torch.nn.functional.cross_entropy(alone(batch["tokens"][:, :-1].clamp(min=0)).flatten(0, 1), y)
+        of_all.backward()
+        assert ctx.accumulate(next_tokens, at_most=1).item() == pytest.approx(of_all.item(), rel=1e-12)
+        assert alone.weight.grad is not None
+        torch.testing.assert_close(net.weight.grad, alone.weight.grad, rtol=0, atol=1e-14)
+        assert ctx._batch_count("") == (y != -100).sum()
+        optimizer.step()
+    opened.append(ctx := (ctx.close(), ht.init("data.pad={tokens: -100}"))[1])
+    model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    for _ in ctx.samples(tokens, batch=3, epochs=1):
+        with pytest.raises(UserError, match="data.pad gives tokens samples of different lengths") as refused:
+            ctx.backward(net.weight.sum())
+        assert "of a mean over samples N is batch.count" in refused.value.fix
+        break
 
 
 @pytest.mark.parametrize(("run", "what", "fix"), mistakes(), ids=lambda value: value[:40] if isinstance(value, str) else "")

@@ -78,6 +78,7 @@ def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimiz
     (found,) = in_ways(tmp_path, 1, f"{optimizer} 7 {STEPS}")
     expected = plain(optimizer, 7)
     assert_near(found, expected)
+    assert found.get("counted", 0.0) < 1e-12
     weights = jax.tree.map(jnp.asarray, start())
     leaves = [np.asarray(array) for array in expected["weights"].values()]
     weights = jax.tree.unflatten(jax.tree.structure(weights), leaves)
@@ -93,6 +94,7 @@ def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_sto
     (of_1,) = in_ways(tmp_path, 1, f"adamw 7 {STEPS} {run}")
     assert_near(of_2[0], expected)
     assert_near(of_3[0], plain("sgd", 7))
+    assert of_3[0]["counted"] < 1e-12, "means over what some parts and ranks have none of"
     assert of_3[0]["counts"][0] != of_3[0]["counts"][2], "shares differ"
     assert_near(of_3[1], plain("chain", 2))
     assert 0 in [count for counts in of_3[1]["counts"] for count in counts], "a rank has no samples"
@@ -307,7 +309,8 @@ def mistakes() -> list[Any]:
         (in_batch(lambda c, p, s, b: c.grad(loss_of)(doubled(p), b)), "the parameters are not those of the last step", "ctx.update("),
         (in_batch(lambda c, p, s, b: c.grad(lambda p, b: b["x"] @ p["first"]["w"])(p, b)), "an array of float64 (10, 8)", whole),
         (in_batch(lambda c, p, s, b: c.grad(lambda p, b: 2.0)(p, b)), "the loss is a float", whole),
-        (in_batch(lambda c, p, s, b: c.grad(loss_of, has_aux=True)(p, b)), "loss_of gives a ", "with has_aux=True a pair"),
+        (in_batch(lambda c, p, s, b: c.grad(loss_of, has_aux=True)(p, b)), "loss_of gives a ", "with has_aux=True a tuple of 2"),
+        (in_batch(lambda c, p, s, b: c.grad(loss_of, has_count=True)(p, b)), "loss_of gives a ", "a tuple of 2: the mean loss, its count"),
         (in_batch(lambda c, p, s, b: c.grad(loss_of, at_most=2)(p, tuple(b))), "at_most= divides the batch", "(params, batch)"),
         (in_batch(lambda c, p, s, b: c.checkpoint(p, s)), "there is no run folder", "hvdtrain.init"),
         (in_batch(lambda c, p, s, b: c.backward(jnp.ones(()))), "ctx.backward() is of another framework", "ctx.value_and_grad(loss_of)"),

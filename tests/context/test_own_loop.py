@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_ways_on_ranks import plain_counted
 from pool import alone
 from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, python
 
@@ -250,9 +251,11 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @needs_mpirun
 def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
-    """In parts of layers, in stages, with a dense part; clipped; of tokens; and a run that goes on in another way than it began."""
+    """In parts of layers, in stages, with a dense part; clipped; of tokens; with means over counted targets, of which some ranks have
+    none; and a run that goes on in another way than it began.
+    """
     clip = "optim.clip_norm=0.1"
-    whole, clipped, tokens = in_ways(tmp_path, 1, "seed=0", clip, "gpt")
+    whole, clipped, tokens, counted = in_ways(tmp_path, 1, "seed=0", clip, "gpt", "counted")
     run = f"run={tmp_path / 'run'}"
     guards = "guard.equal_steps=4 guard.nonfinite=skip"
     ways = [f"parallel.tensor=2 {guards}", f"parallel.pipeline=2 {guards}", f"parallel.dense=c {guards}", "parallel.tensor=2 shard.stage=1"]
@@ -260,7 +263,14 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     of_clipped = [f"parallel.tensor=2 {clip}", f"parallel.pipeline=2 {clip}", f"parallel.dense=a {clip}"]
     resumed = [f"until=4 {run} parallel.tensor=2", f"until=8 {run} parallel.pipeline=2", f"{run} parallel.dense=a"]
     of_tokens = [f"gpt parallel.tensor=2 parallel.sequence=true {words}" for words in ("", "shard.stage=3")]
-    found = in_ways(tmp_path, 2, *ways, *of_clipped, *of_tokens, *resumed)
+    layouts = ("", "shard.stage=2", "shard.stage=3", "parallel.tensor=2", "parallel.pipeline=2", "parallel.dense=c")
+    of_counted = [f"counted {words}" for words in layouts]
+    found = in_ways(tmp_path, 2, *of_counted, *ways, *of_clipped, *of_tokens, *resumed)
+    for name, weights in plain_counted().items():
+        np.testing.assert_allclose(counted["weights"][f"p.{name}"], weights, rtol=0, atol=1e-12)
+    for result in found[: len(of_counted)]:
+        assert_near(result, counted)
+    found = found[len(of_counted) :]
     for result in found[: len(ways)]:
         assert_near(result, whole)
     for result in found[len(ways) : len(ways) + len(of_clipped)]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import hvdtrain as ht
+from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
 
@@ -38,7 +39,8 @@ class Net(torch.nn.Module):
 
 
 def main(out: str, *ways: str) -> None:
-    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps, "gpt" for a model of tokens.
+    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps, "gpt" for a model of tokens, "counted" for a mean
+    over the targets that count, of which some parts and ranks have none.
 
     Rank 0 writes what each gave.
     """
@@ -57,6 +59,10 @@ def trained(arguments: list[str]) -> dict[str, Any]:
     if is_gpt := "gpt" in arguments:
         arguments.remove("gpt")
         y, x, compute = np.arange(SAMPLES * 5).reshape(SAMPLES, 5) ** 2 % 7, (x[:, :5] * 3 + 3).astype(np.int64), next_tokens_loss
+    data = {"x": x, "y": y}
+    if is_counted := "counted" in arguments:
+        arguments.remove("counted")
+        data, compute = counted_data(), mean_of_counted
     ctx = ht.init("log.every_steps=4", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
     net = (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net()).double().to(ctx.device)
@@ -69,26 +75,65 @@ def trained(arguments: list[str]) -> dict[str, Any]:
             scheduler.load_state_dict(state["scheduler"])
     losses = []
 
-    def loss_of(part: Any) -> torch.Tensor:
-        return compute(model(part["x"]), part["y"])  # type: ignore[no-any-return]
+    def loss_of(part: Any) -> Any:
+        outputs = model(part["x"])
+        return compute(outputs, part["y"]) if not is_counted else (compute(outputs, part["y"], part["counts"]), part["counts"].sum())
 
-    for _ in ctx.samples({"x": x, "y": y}, batch=BATCH, epochs=until * BATCH / SAMPLES, seed=1):
-        loss = ctx.accumulate(loss_of, at_most=3)
+    for batch in ctx.samples(data, batch=BATCH, epochs=until * BATCH / SAMPLES, seed=1):
+        if is_counted and batch.step % 2 and ctx.mesh.pipe.size == 1:
+            loss, count = loss_of(batch)
+            ctx.backward(loss, count=count)
+        else:
+            loss = ctx.accumulate(loss_of, at_most=3)
         optimizer.step()
         scheduler.step()
         losses.append(ctx.mean({"loss": loss})["loss"])
         if has_folder:
             ctx.checkpoint(model, optimizer, scheduler=scheduler)
-    means = []
+    total, items = 0.0, 0.0
     model.eval()
     with torch.no_grad():
-        for batch in ctx.each({"x": x, "y": y}, batch=9):
-            means.append(ctx.mean({"loss": loss_of(batch)}, count=batch.count)["loss"] * batch.count)
+        for batch in ctx.each(data, batch=9):
+            loss, count = loss_of(batch) if is_counted else (loss_of(batch), batch.count)
+            count = float(count) if batch.count else 0.0
+            total += float(loss) * count if count else 0.0
+            items += count
     state = ctx._learner.state()
     result = {"weights": {name: array.tolist() for name, array in state.items() if not name.startswith("s.")}, "losses": losses}
-    result |= {"rank": ctx.rank, "says": ctx._learner.describe(), "evaluated": ctx.mean({"sum": sum(means)})["sum"] * ctx.mesh.data.size}
+    evaluated = ctx.mean({"loss": total / max(1.0, items)}, count=items)["loss"]
+    result |= {"rank": ctx.rank, "says": ctx._learner.describe(), "evaluated": evaluated}
     ctx.close()
     return result
+
+
+def counted_data() -> dict[str, np.ndarray]:
+    """Half of the targets count, and none of every other sample."""
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(-1, 1, (SAMPLES, 6)), rng.uniform(-1, 1, (SAMPLES, 4))
+    counts = rng.integers(0, 2, (SAMPLES, 4)).astype(np.float64)
+    counts[rng.permutation(SAMPLES)[: SAMPLES // 2]] = 0
+    return {"x": x, "y": y, "counts": counts}
+
+
+def mean_of_counted(outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The mean of squares over the targets that count; NaN where none does."""
+    return ((outputs - targets).square() * counts).sum() / counts.sum()
+
+
+def plain_counted() -> dict[str, np.ndarray]:
+    """The weights that "counted" ends with, of whole batches, by torch alone."""
+    data = {name: torch.from_numpy(array) for name, array in counted_data().items()}
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], 0.5)
+    for step in range(STEPS):
+        rows = torch.from_numpy(positions_of_rank(BATCH * step, BATCH, 0, 1, SAMPLES, 1).samples)
+        optimizer.zero_grad()
+        mean_of_counted(net(data["x"][rows]), data["y"][rows], data["counts"][rows]).backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: p.detach().numpy() for name, p in net.named_parameters()}
 
 
 def next_tokens_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

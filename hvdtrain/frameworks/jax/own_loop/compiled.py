@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -26,25 +27,50 @@ class Rules(NamedTuple):
     skips: bool  # steps with numbers that are not finite
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def weighted_pass(loss_of: Callable[..., Any], has_aux: bool, row_type: Any, params: Any, weight: Any, *arguments: Any) -> Any:
-    """(loss, aux), and `weight` times the gradient: arrays in the order of params, or one row of that type.
+@dataclass(frozen=True)
+class Gives:
+    """What the script's loss_of() returns: the loss by itself, or a tuple of it, its count and another value, as far as it has them."""
 
-    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a rank without samples.
+    count: bool
+    aux: bool
+
+    @property
+    def named(self) -> str:
+        """For messages."""
+        return ", ".join(["the mean loss", *["its count"] * self.count, *["anything"] * self.aux])
+
+    def parts(self, found: Any) -> tuple[Any, Any, Any]:
+        """(loss, count or None, aux or None). Raises UserError for what is no such tuple."""
+        length = 1 + self.count + self.aux
+        if length > 1 and not (isinstance(found, tuple) and len(found) == length):
+            having = " and ".join([*["has_count=True"] * self.count, *["has_aux=True"] * self.aux])
+            what = f"loss_of gives a {type(found).__name__}"
+            raise UserError(what, WHERE, f"with {having} a tuple of {length}: {self.named}")
+        loss, *others = found if length > 1 else (found,)
+        return loss, others[0] if self.count else None, others[-1] if self.aux else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def weighted_pass(loss_of: Callable[..., Any], gives: Gives, row_type: Any, params: Any, weight: Any, *arguments: Any) -> Any:
+    """(loss, count, aux), and `weight` times the count times the gradient: arrays in the order of params, or one row of that type.
+
+    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a rank without samples or items. The
+    count is 1 where loss_of gives none.
     """
 
-    def pair_of(params: Any) -> tuple[Any, Any]:
-        found = loss_of(params, *arguments)
-        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise UserError(f"loss_of gives a {type(found).__name__}", WHERE, "with has_aux=True a pair: the mean loss, and anything")
-        loss, aux = found if has_aux else (found, None)
+    def loss_and_others(params: Any) -> tuple[Any, Any]:
+        loss, count, aux = gives.parts(loss_of(params, *arguments))
         _check_loss(loss)
-        return loss, aux
+        return loss, (loss, 1.0 if count is None else jnp.asarray(count, float), aux)
 
-    value, gradient = jax.value_and_grad(pair_of, has_aux=True)(params)
-    factor = jnp.where(jnp.isfinite(value[0]), weight, jnp.nan)
+    gradient, found = jax.grad(loss_and_others, has_aux=True)(params)
+    weight = weight * found[1]
+    if weight.shape != ():
+        what = f"the count is an array of shape {weight.shape}"
+        raise UserError(what, WHERE, "one number: how many items the loss is the mean over")
+    factor = jnp.where(jnp.isfinite(found[0]), weight, jnp.nan)
     arrays = [jnp.where(weight == 0, jnp.zeros_like(g), g * factor.astype(g.dtype)) for g in jax.tree_util.tree_leaves(gradient)]
-    return value, arrays if row_type is None else jnp.concatenate([g.ravel().astype(row_type) for g in arrays])
+    return found, arrays if row_type is None else jnp.concatenate([g.ravel().astype(row_type) for g in arrays])
 
 
 def _check_loss(loss: Any) -> None:

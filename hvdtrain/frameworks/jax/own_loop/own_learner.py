@@ -19,13 +19,13 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.model import key_data
-from hvdtrain.frameworks.jax.own_loop.compiled import WHERE, Rules, split, updated, weighted_pass
+from hvdtrain.frameworks.jax.own_loop.compiled import WHERE, Gives, Rules, split, updated, weighted_pass
 from hvdtrain.frameworks.jax.own_loop.prepared import Tree, check_extra, check_given, tree_of_parameters, tree_of_state
 from hvdtrain.frameworks.jax.own_loop.samples import KeyedSamples
 from hvdtrain.frameworks.jax.own_loop.script import WORDS, pick_device
 from hvdtrain.frameworks.jax.strategy import whole_piece
 from hvdtrain.frameworks.learner import check_fit, gather, plain_names
-from hvdtrain.frameworks.own_loop import LoopLearner
+from hvdtrain.frameworks.own_loop import Divisor, LoopLearner, item_count
 
 _MOST_FUNCTIONS = 32  # that a script has: more are a new one in each step
 
@@ -44,6 +44,7 @@ class FunctionalLearner(LoopLearner):
         """Raises UserError where they are not what framework=jax trains."""
         check_given(config, params, transformation, example)
         self.data = self.readers = mesh.data
+        self.divisor = Divisor(config, mesh.data)
         self._on_step, self._transformation = on_step, transformation
         self._x64 = jax.config.read("jax_enable_x64")  # threads that read samples do not see what `with` sets
         self._device = pick_device(config, mesh.world)
@@ -67,6 +68,7 @@ class FunctionalLearner(LoopLearner):
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch = replace(batch, key_data=key_data(fold(fold(seed, batch.step), self.data.rank)))
         self._global_batch, self._gradient = global_batch, None
+        self.divisor.items = None
         return self._batch
 
     @property
@@ -93,24 +95,40 @@ class FunctionalLearner(LoopLearner):
     def resumed(self, extra: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         return (*self.prepared, extra)
 
-    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, at_most: int | None) -> Callable[..., Any]:
+    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None) -> Callable[..., Any]:
         if not callable(loss_of):
             raise UserError(f"{loss_of!r:.60} is no function", WHERE, "def loss_of(params, batch): the mean loss over the batch")
         if has_aux and at_most is not None:
             raise UserError("has_aux=True with at_most=: each part would give a value of its own", WHERE, "one of the two")
+        if not has_count:
+            self.divisor.need_count(WHERE, "ctx.value_and_grad(loss_of, has_count=True), and loss_of returns (loss, N)")
         self._check_new(loss_of)
-        one_pass = functools.partial(weighted_pass, loss_of, has_aux, self._row_type if self.data.size > 1 else None)
+        gives = Gives(has_count, has_aux)
+        one_pass = functools.partial(weighted_pass, loss_of, gives, self._row_type if self.data.size > 1 else None)
 
         def of_batch(params: Any, *arguments: Any) -> Any:
             batch = self._begin_passes(params, arguments)
+            self.divisor.agree(WHERE, is_counted=has_count)
             if at_most is None:
-                value, gradient = one_pass(params, batch.count / self._global_batch, *arguments)
+                found, gradient = one_pass(params, self._weight(batch, gives), *arguments)
+                loss, aux = found[0], found[2]
+                items = self._items(batch, found[1]) if has_count else 0.0
             else:
-                value, gradient = self._in_parts(one_pass, params, arguments, at_most)
-            self._gradient = self.params._replace(arrays=self._mean(gradient))
-            return value if has_aux else value[0], self._gradient.whole()
+                loss, items, gradient = self._in_parts(one_pass, gives, params, arguments, at_most)
+                aux = None
+            factor = self._global_batch / self.divisor.total(items) if has_count else 1.0
+            self._gradient = self.params._replace(arrays=self._mean(gradient, factor))
+            return (loss, aux) if has_aux else loss, self._gradient.whole()
 
         return of_batch
+
+    def _weight(self, part: KeyedSamples, gives: Gives) -> float:
+        """What the gradient of the mean over a part is multiplied with, beside its count where loss_of gives that."""
+        return (bool(part.count) if gives.count else part.count) / self._global_batch
+
+    def _items(self, part: KeyedSamples, count: Any) -> float:
+        """The items of a part; the host waits for the device. Raises UserError for what is no count."""
+        return item_count(count, WHERE) if part.count else 0.0
 
     def _check_new(self, loss_of: Callable[..., Any]) -> None:
         """Raises UserError where each step has a function of its own, or one that cannot be told from others."""
@@ -135,29 +153,34 @@ class FunctionalLearner(LoopLearner):
         self._check_params(params, WHERE)
         return self._batch
 
-    def _in_parts(self, one_pass: Callable[..., Any], params: Any, arguments: Sequence[Any], at_most: int) -> tuple[Any, Any]:
-        """The mean loss over this rank's samples, in a pair with nothing, and the sum of the parts' weighted gradients."""
+    def _in_parts(
+        self, one_pass: Callable[..., Any], gives: Gives, params: Any, arguments: Sequence[Any], at_most: int
+    ) -> tuple[Any, float, Any]:
+        """The mean loss over this rank's samples or items, their number, and the sum of the parts' weighted gradients."""
         batch = self._batch
         assert batch is not None
         if not any(argument is batch for argument in arguments):
             raise UserError("at_most= divides the batch, which loss_of does not get", WHERE, WORDS.parts)
         number = math.ceil(math.ceil(self._global_batch / self.data.size) / at_most)
         loss: Any = 0.0
+        items = 0.0
         total: Any = None
         for part in batch.parts(number):
-            given = [part if argument is batch else argument for argument in arguments]
-            (of_part, _), gradient = one_pass(params, part.count / self._global_batch, *given)
-            loss = loss + of_part * part.count
+            of_part = [part if argument is batch else argument for argument in arguments]
+            (part_loss, count, _), gradient = one_pass(params, self._weight(part, gives), *of_part)
+            weight = self._items(part, count) if gives.count else float(part.count)
+            loss = loss + part_loss * weight if weight else loss  # the mean over nothing may be NaN
+            items += weight
             total = gradient if total is None else jax.tree.map(jnp.add, total, gradient)
-        return (loss / max(1, batch.count), None), total
+        return loss / (items or 1.0), items, total
 
-    def _mean(self, gradient: Any) -> list[jax.Array]:
-        """The sum over ranks of what the samples of each weigh. A collective."""
+    def _mean(self, gradient: Any, factor: float) -> list[jax.Array]:
+        """The sum over ranks of what the samples of each weigh, times the factor. A collective."""
         if self.data.size > 1:
             host = self.data.allreduce(np.asarray(gradient), "gradient.0")  # the host waits for the device here
             gradient = split(self._kinds, jax.device_put(host, self._device))
         arrays: list[jax.Array] = gradient
-        return arrays
+        return arrays if factor == 1.0 else [g * jnp.asarray(factor, g.dtype) for g in arrays]
 
     def update(self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         if self._batch is None:

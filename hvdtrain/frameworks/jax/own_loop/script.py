@@ -15,6 +15,7 @@ WORDS = Words(
     step="params, state = ctx.update(gradient, state, params)",
     resume="params, state, kept = ctx.resume(params, state)",
     parts="ctx.value_and_grad(loss_of, at_most=SAMPLES)(params, batch)",
+    counted="ctx.value_and_grad(loss_of, has_count=True)(params, batch), where loss_of returns (loss, N)",
 )
 
 

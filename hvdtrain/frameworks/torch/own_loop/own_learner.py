@@ -18,7 +18,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import UnderWay, gather
-from hvdtrain.frameworks.own_loop import LoopLearner, Samples
+from hvdtrain.frameworks.own_loop import Divisor, LoopLearner, Samples, item_count
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.build import device_of_rank
@@ -26,6 +26,7 @@ from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import check_compiler, compile_summary, describe_device, dropout_stream, keep_gradients, seed_dropout
 from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
+from hvdtrain.frameworks.torch.own_loop.counted import Accumulated, Gate, check_loss, check_mean_over_samples
 from hvdtrain.frameworks.torch.own_loop.prepared import (
     WHERE,
     GivenScale,
@@ -89,6 +90,9 @@ class OwnLearner(LoopLearner):
             self.forward = self._stages = InStages(self.model, arrangement.pipelined, mesh, self.precision.weights)  # type: ignore[attr-defined]
         else:
             compute_in(self.model, self.precision, self.device)
+        self._gate = Gate()  # of the part whose loss is computed
+        self.forward.register_forward_hook(self._watch)
+        self.divisor = Divisor(config, mesh.data)
         self.optimizer = PreparedOptimizer(self._inner, self._step)
         shards = [self.strategy.shard(p) for _, p in self._named]
         self.is_sharded = not all(shard.is_whole for shard in shards)
@@ -139,6 +143,7 @@ class OwnLearner(LoopLearner):
         """This batch as the script gets it. Layers that draw random numbers draw those of the seed, which is the samples', and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
+        self._gate, self.divisor.items = Gate(), None
         set_mode(self._inner, training=True)
         seed_dropout(fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config)) & (2**63 - 1), self.device)
         if self._saves_buffers:
@@ -166,35 +171,77 @@ class OwnLearner(LoopLearner):
     def resumed(self, extra: dict[str, Any]) -> dict[str, Any]:
         return extra
 
-    def backward(self, loss: Any) -> None:
+    def _watch(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._gate.watch(outputs)
+
+    def backward(self, loss: Any, count: Any) -> None:
         """What Context.backward() does. A collective."""
+        where, fix = "ctx.backward()", "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
         if self._stages is not None:
             what = "no rank has all layers of the model, with parallel.pipeline: a backward pass goes through those of all"
             fix = "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss of a part of the batch"
-            raise UserError(what, "ctx.backward()", fix)
-        batch = self._begin_passes("ctx.backward()")
-        _check_loss(loss, "ctx.backward()")
-        self._passes([batch], lambda _: loss)
+            raise UserError(what, where, fix)
+        batch = self._begin_passes(where)
+        check_loss(loss, where)
+        if count is None:
+            self.divisor.need_count(where, fix)
+        self.divisor.agree(where, is_counted=count is not None)
+        if count is None:
+            self._check_mean(loss, 1, where, fix)
+            weight, divisor = float(batch.count), self._divisor_of_samples(batch)
+        else:
+            weight = item_count(count, where) if batch.count else 0.0
+            divisor = self._divisor_of_items(weight)
+        self._pass_all([batch], lambda _: (loss, weight), divisor)
+        self._show_gradients()
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
         """What Context.accumulate() does. A collective."""
-        batch = self._begin_passes("ctx.accumulate()")
+        where, fix = "ctx.accumulate()", "return loss, N in loss_of(part), N: how many items the loss is the mean over"
+        batch = self._begin_passes(where)
         largest_share = math.ceil(self._global_batch / self.data.size)
         passes = math.ceil(largest_share / at_most)  # as many on every rank
-        total = torch.zeros((), device=self.device)
+        losses = Accumulated(loss_of, self.divisor, self.device)
 
-        def loss_of_part(part: Samples) -> Any:
-            nonlocal total
-            loss = loss_of(part)
-            _check_loss(loss, "ctx.accumulate()")
-            total = total + loss.detach().sum() * part.count
-            return loss
+        def of_part(part: Samples) -> tuple[torch.Tensor, float]:
+            self._gate = Gate()
+            loss, weight = losses.of_part(part)
+            if not losses.is_counted:
+                self._check_mean(loss, passes, where, fix)
+            elif self.strategy.local_mean and self.strategy.equal_ranks > 1:
+                what = "Adasum takes each rank's own mean, whose count is known only after the last part"
+                raise UserError(what, self.config.where("comm.op"), "ctx.backward(loss, count=N), or comm.op=average")
+            return loss, weight
 
-        self._passes(batch.parts(passes), loss_of_part)
-        if self._stages is not None:  # the last of which has computed it
-            host = total.to("cpu", self.precision.weights)
-            total = torch.as_tensor(self.mesh.pipe.allreduce(host, "loss of the last stage")).to(self.device)
-        return total / max(1, batch.count)
+        divisor = self._divisor_of_samples(batch)
+        self._pass_all(batch.parts(passes), of_part, divisor)
+        total, weight, is_counted = self._of_all_stages(losses)
+        self.divisor.agree(where, is_counted=is_counted)
+        self._show_gradients(divisor / self._divisor_of_items(weight) if is_counted else 1.0)
+        return total / (weight or 1.0)
+
+    def _of_all_stages(self, losses: Accumulated) -> tuple[torch.Tensor, float, bool]:
+        """The sum of losses, its weight, and whether that was counted. With a pipeline a collective: the last stage has computed them."""
+        if self._stages is None:
+            return losses.total, losses.weight, bool(losses.is_counted)
+        own = torch.tensor([float(losses.total), losses.weight, float(bool(losses.is_counted))], dtype=torch.float64)
+        total, weight, is_counted = torch.as_tensor(self.mesh.pipe.allreduce(own, "loss of the last stage")).tolist()
+        return torch.tensor(total, dtype=self.precision.weights, device=self.device), weight, bool(is_counted)
+
+    def _check_mean(self, loss: torch.Tensor, parts: int, where: str, fix: str) -> None:
+        """Raises UserError for a mean over other things than samples, where several parts or ranks are weighted by samples."""
+        is_cheap = self.device.type == "cpu" or not self._batch or not self._batch.step
+        if is_cheap and (parts > 1 or self.data.size > 1):
+            check_mean_over_samples(loss, where, fix)
+
+    def _divisor_of_samples(self, batch: Samples) -> float:
+        return float(max(1, batch.count) if self.strategy.local_mean else self._global_batch)  # the sum over ranks is then the mean
+
+    def _divisor_of_items(self, weight: float) -> float:
+        """weight: of this rank. A collective."""
+        total = self.divisor.total(weight)
+        return (weight or 1.0) if self.strategy.local_mean else total
 
     def _begin_passes(self, where: str) -> Samples:
         """The batch that the script has."""
@@ -209,28 +256,35 @@ class OwnLearner(LoopLearner):
         self._passed = True
         return self._batch
 
-    def _passes(self, parts: Sequence[Samples], loss_of: Callable[[Samples], Any]) -> None:
-        """Forward and backward of each; after the last one p.grad is the mean over the samples of all ranks."""
-        assert self._batch is not None
-        divisor = max(1, self._batch.count) if self.strategy.local_mean else self._global_batch  # the sum over ranks is then the mean
+    def _pass_all(self, parts: Sequence[Samples], loss_of: Callable[[Samples], tuple[torch.Tensor, float]], divisor: float) -> None:
+        """Forward and backward of each; after the last one p.grad is the sum over all ranks of weight * loss / divisor."""
 
-        def weighted(part: Any, loss: torch.Tensor) -> torch.Tensor:
-            return (loss * (part.count / divisor) * self._scale.scale(one_or_nan(loss))).sum()
+        def weighted(part: Any, found: tuple[torch.Tensor, float]) -> torch.Tensor:
+            loss, weight = found
+            self._gate.is_open = weight > 0
+            factor = self._scale.scale(one_or_nan(loss)) if weight else 1.0
+            return (loss * (weight / divisor) * factor).sum()
 
-        def one_pass(part: Any, divisor: int, is_last: bool) -> Sums:
+        def one_pass(part: Any, _: int, is_last: bool) -> Sums:
             weighted(part, loss_of(part)).backward()
             if not is_last:
                 keep_gradients(self.config.speed.compile, [p for _, p in self._named])
             return {}
 
-        def through_stages(parts: Any, divisor: int, is_last: bool) -> Sums:
+        def through_stages(parts: Any, _: int, is_last: bool) -> Sums:
             assert self._stages is not None
             self._stages.train_parts(parts, loss_of, weighted)
             return {}
 
-        self.strategy.run(parts, divisor, one_pass if self._stages is None else through_stages)
+        self.strategy.run(parts, self._global_batch, one_pass if self._stages is None else through_stages)
         end_step(self._orders)
         self.strategy.reduce()
+
+    def _show_gradients(self, factor: float = 1.0) -> None:
+        """Multiplies the reduced gradients; what this rank has only a part of is out of the script's sight."""
+        gradients = [p.grad for p in self._updated if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
         if isinstance(self._scale, ScaleOfLoss):
             self._scale.divide_out(self._updated)
         if self.is_sharded:
@@ -354,14 +408,6 @@ def _check_gradients(model: torch.nn.Module) -> None:
     if numbers is not None:
         what = f"the parameter {numbers} has complex numbers"
         raise UserError(what, WHERE, "a real parameter of shape (..., 2), and torch.view_as_complex() of it in forward")
-
-
-def _check_loss(loss: Any, where: str) -> None:
-    """Raises UserError for what has no gradient, and for more than one number."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        found += " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
-        raise UserError(f"the loss is {found}", where, "one number that depends on the model: the mean over this rank's samples")
 
 
 class Elsewhere(torch.Tensor):

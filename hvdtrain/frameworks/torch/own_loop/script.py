@@ -15,6 +15,7 @@ WORDS = Words(
     step="optimizer.step()",
     resume="state = ctx.resume()",
     parts="ctx.accumulate()",
+    counted="ctx.backward(loss, count=N), or ctx.accumulate() where loss_of returns (loss, N)",
 )
 
 
