@@ -44,20 +44,36 @@ class HostModel(Protocol):
     def training_outputs(self, x: np.ndarray) -> np.ndarray:
         """(n, outputs), as training has them; gradient() follows."""
 
-    def gradient(self, error: np.ndarray) -> np.ndarray:
-        """The gradient of all weights, flat, of the sum of error (n, outputs) times the last training_outputs()."""
+    def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
+        """The gradient of all weights, flat, of the sum of error (n, outputs) times the last training_outputs(), plus `share` times the
+        last added_loss().
+        """
+
+    # As they stand here they are those of a model of layers that add nothing, draw nothing and keep nothing.
+
+    def added_loss(self) -> float:
+        """What layers of the last call add to the mean loss of its samples: penalties of weights, of activations."""
+        return 0.0
+
+    def constrained(self) -> dict[str, np.ndarray]:
+        """After an update and assign(): the weights that constraints of layers set, by name."""
+        return {}
 
     def seed(self, seed: int) -> None:
         """Layers that draw random numbers draw those of the seed until the next call."""
+        return
 
     def buffers(self) -> dict[str, np.ndarray]:
         """Copies of its running statistics and the like, by name."""
+        return {}
 
     def assign_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Sets them."""
+        return
 
     def is_mean(self, buffer: str) -> bool:
         """Whether ranks make it equal by its mean; all others get rank 0's."""
+        return False
 
 
 class DeviceBatch(NamedTuple):
@@ -110,14 +126,15 @@ class HostLearner(Learner):
                 continue
             enter("forward")
             outputs = self.model.training_outputs(batch.x)
-            sums = self._sums(outputs, batch, training=True)
+            sums = self._sums(outputs, batch, self.model.added_loss(), training=True)
             enter("backward")
             error = self.part.gradient(outputs, batch.batch)
             if "w" in batch.batch:
                 error = error * batch.batch["w"][:, None]
             if not math.isfinite(sums["loss"]):
                 error = np.full_like(error, np.nan)  # the reduction brings NaN to every rank
-            gradient += self.model.gradient(error / divisor)  # a sum over ranks is then the mean over the global batch
+            # A sum over ranks is then the mean over the global batch, also of added losses: each counts by its share of the batch.
+            gradient += self.model.gradient(error / divisor, batch.weight / divisor)
             total = add_sums(total, sums)
         enter("communication")
         mean = self.communicator.allreduce(gradient, "gradient.0")
@@ -162,11 +179,15 @@ class HostLearner(Learner):
         return self.predict(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Predictions:
+        added: list[float] = []  # of each view
+
         def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:
-            return self.model.outputs(batch.x if arrays is batch.batch else self.model.inputs(arrays))
+            outputs = self.model.outputs(batch.x if arrays is batch.batch else self.model.inputs(arrays))
+            added.append(self.model.added_loss())
+            return outputs
 
         outputs = self.views.mean(batch.batch, outputs_of, np)
-        return Predictions(outputs, self._sums(outputs, batch, training=False))
+        return Predictions(outputs, self._sums(outputs, batch, sum(added) / len(added), training=False))
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return {name: array.copy() for name, array in self._arrays()} if is_kept else {}
@@ -204,10 +225,10 @@ class HostLearner(Learner):
         """Raises NotImplementedError: there is no profiler."""
         raise NotImplementedError(f"no profiler to write {path}")  # training/conflicts.py refuses profile.steps
 
-    def _sums(self, outputs: np.ndarray, batch: DeviceBatch, training: bool) -> Sums:
+    def _sums(self, outputs: np.ndarray, batch: DeviceBatch, added_loss: float, training: bool) -> Sums:
         each = self.part.each(outputs, batch.batch, training)
         terms = {name: _number_or_tuple(term.sum(0)) for name, term in each.terms.items()}
-        return {"loss": float(each.loss.sum()), **terms, "count": len(outputs)}
+        return {"loss": float(each.loss.sum()) + batch.weight * added_loss, **terms, "count": len(outputs)}
 
     def _update(self, gradient: np.ndarray, hyper: Hyper, seed: int) -> None:
         gradients = np.split(gradient, np.cumsum([p.size for p in self.weights.values()])[:-1])
@@ -220,6 +241,7 @@ class HostLearner(Learner):
             new_p, new_state = self.rules[name].update(g.astype(self.dtype).reshape(p.shape), self.optimizer_state[name], p, h, self.ops)
             self.weights[name], self.optimizer_state[name] = new_p.astype(self.dtype), new_state
         self.model.assign(self.weights)
+        self.weights |= self.model.constrained()
 
 
 def _number_or_tuple(total: Any) -> Any:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,11 +26,12 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.frameworks.host import HostLearner
+from hvdtrain.frameworks.host import HostLearner, HostModel
+from hvdtrain.frameworks.keras_objects import added_loss, build_variables, check_and_describe, named_variables, users_object
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.tasks.inputs import transform_of
-from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.task import Place, Task, part_of
 
 _MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
 
@@ -43,6 +43,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """
     _share_cores(communicator)
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
+    part_of(task, "numpy", config, Place(dtype))
     keras = load_keras(config.where("framework"), dtype)
     _use_gpu(keras.backend.backend(), communicator.local_rank)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
@@ -154,18 +155,28 @@ def _turned(array: Any, order: tuple[int, ...]) -> Any:
     return np.ascontiguousarray(array.transpose(order)) if np.ndim(array) == len(order) else array
 
 
+class Pass(NamedTuple):
+    """What a model gives for a batch."""
+
+    outputs: np.ndarray
+    added_loss: float  # of its layers
+
+
 class Backend(Protocol):
     """How one backend of Keras computes outputs with gradients."""
 
-    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray: ...
-    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+    def outputs(self, model: Any, x: np.ndarray) -> Pass: ...
+    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
         """gradient() follows."""
 
     def seed(self, seed: int) -> None:
         """What draws beside the model's own seeds."""
 
-    def gradient(self, error: np.ndarray) -> Sequence[Any]:
-        """The gradient of each trainable variable of the model, in order; None where the outputs do not depend on one."""
+    def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
+        """The gradient of each trainable variable, in order, of the sum of `error` times the outputs and of `share` times the added loss.
+
+        None where neither depends on a variable.
+        """
 
 
 class OnTorch:
@@ -175,24 +186,32 @@ class OnTorch:
         self.torch = importlib.import_module("torch")
         self._model: Any = None
         self._outputs: Any = None
+        self._added: Any = None
 
-    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
+    def outputs(self, model: Any, x: np.ndarray) -> Pass:
         with self.torch.no_grad():
-            return _to_host(model(x, training=training))
+            outputs = model(x, training=False)
+            return Pass(_to_host(outputs), _to_float(added_loss(model.losses)))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
-        self._model, self._outputs = model, model(x, training=True)
-        return _to_host(self._outputs.detach())
+    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
+        self._model = model
+        self._outputs = model(x, training=True)
+        self._added = added_loss(model.losses)
+        return Pass(_to_host(self._outputs.detach()), _to_float(self._added))
 
     def seed(self, seed: int) -> None:
         """Keras' dropout is torch's own here."""
         self.torch.manual_seed(seed % 2**63)
 
-    def gradient(self, error: np.ndarray) -> Sequence[Any]:
+    def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         values = [variable.value for variable in self._model.trainable_variables]
-        outputs, self._outputs = self._outputs, None
-        of_outputs = self.torch.from_numpy(error).to(outputs.device, outputs.dtype)
-        found = self.torch.autograd.grad(outputs, values, of_outputs, allow_unused=True)
+        of_outputs = self.torch.from_numpy(error).to(self._outputs.device, self._outputs.dtype)
+        ends = [(self._outputs, of_outputs)]
+        if getattr(self._added, "requires_grad", False):
+            ends.append((self._added, self.torch.full_like(self._added, share)))
+        self._outputs = None
+        self._added = None
+        found = self.torch.autograd.grad([end for end, _ in ends], values, [g for _, g in ends], allow_unused=True)
         return [None if g is None else _to_host(g) for g in found]
 
 
@@ -203,24 +222,29 @@ class OnTensorFlow:
         self.tensorflow = importlib.import_module("tensorflow")
         self._model: Any = None
         self._tape: Any = None
-        self._outputs: Any = None
+        self._ends: list[Any] = []  # the outputs and the added loss
 
-    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
-        return _to_host(model(x, training=training))
+    def outputs(self, model: Any, x: np.ndarray) -> Pass:
+        outputs = model(x, training=False)
+        return Pass(_to_host(outputs), _to_float(added_loss(model.losses)))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
         self._model = model
         with self.tensorflow.GradientTape() as self._tape:
-            self._outputs = model(x, training=True)
-        return _to_host(self._outputs)
+            outputs = model(x, training=True)
+            added = self.tensorflow.convert_to_tensor(added_loss(model.losses), outputs.dtype)
+        self._ends = [outputs, added]
+        return Pass(_to_host(outputs), _to_float(added))
 
     def seed(self, seed: int) -> None:
         """Nothing draws beside them."""
 
-    def gradient(self, error: np.ndarray) -> Sequence[Any]:
-        tape, outputs, self._tape, self._outputs = self._tape, self._outputs, None, None
+    def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         values = [variable.value for variable in self._model.trainable_variables]
-        found = tape.gradient(outputs, values, self.tensorflow.constant(error, outputs.dtype))
+        of_ends = [self.tensorflow.constant(g, end.dtype) for g, end in zip((error, share), self._ends, strict=True)]
+        found = self._tape.gradient(self._ends, values, of_ends)
+        self._tape = None
+        self._ends = []
         return [None if g is None else _to_host(self.tensorflow.convert_to_tensor(g)) for g in found]
 
 
@@ -233,29 +257,38 @@ class OnJax:
         self._evaluate: Any = None
         self._pull_back: Any = None
 
-    def outputs(self, model: Any, x: np.ndarray, training: bool) -> np.ndarray:
+    def outputs(self, model: Any, x: np.ndarray) -> Pass:
         if self._evaluate is None:
-            self._evaluate = self.jax.jit(lambda trained, other, x: model.stateless_call(trained, other, x, training=False)[0])
-        return _to_host(self._evaluate(*self._values(model), x))
+            self._evaluate = self.jax.jit(lambda trained, other, x: self._called(model, trained, other, x, False)[0])
+        outputs, added = self._evaluate(*self._values(model), x)
+        return Pass(_to_host(outputs), _to_float(added))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> np.ndarray:
+    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
         if self._forward is None:
 
             def forward(trained: Any, other: Any, x: Any) -> Any:
-                return self.jax.vjp(lambda values: model.stateless_call(values, other, x, training=True), trained, has_aux=True)
+                return self.jax.vjp(lambda values: self._called(model, values, other, x, True), trained, has_aux=True)
 
             self._forward = self.jax.jit(forward)
-        outputs, self._pull_back, others = self._forward(*self._values(model), x)
+        (outputs, added), self._pull_back, others = self._forward(*self._values(model), x)
         for variable, value in zip(model.non_trainable_variables, others, strict=True):
             variable.assign(value)
-        return _to_host(outputs)
+        return Pass(_to_host(outputs), _to_float(added))
+
+    def _called(self, model: Any, trained: Any, other: Any, x: Any, training: bool) -> Any:
+        """((outputs, added loss), new values of the other variables)"""
+        flag = {"training": training} if model._call_has_training_arg else {}
+        outputs, others, losses = model.stateless_call(trained, other, x, return_losses=True, **flag)
+        return (outputs, self.jax.numpy.asarray(added_loss(losses), outputs.dtype)), others
 
     def seed(self, seed: int) -> None:
         """Nothing draws beside them."""
 
-    def gradient(self, error: np.ndarray) -> Sequence[Any]:
-        pull_back, self._pull_back = self._pull_back, None
-        return [_to_host(g) for g in pull_back(self.jax.numpy.asarray(error))[0]]
+    def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
+        of_ends = self.jax.numpy.asarray(error), self.jax.numpy.asarray(share, error.dtype)
+        found = self._pull_back(of_ends)[0]
+        self._pull_back = None
+        return [_to_host(g) for g in found]
 
     @staticmethod
     def _values(model: Any) -> tuple[list[Any], list[Any]]:
@@ -276,14 +309,18 @@ def _to_host(value: Any) -> np.ndarray:
     return np.asarray(sys.modules["keras"].ops.convert_to_numpy(value))
 
 
-class Model:
+def _to_float(value: Any) -> float:
+    return float(_to_host(value))
+
+
+class Model(HostModel):
     """A keras.Model as HostLearner computes with it."""
 
     def __init__(self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         """Raises UserError where the model fails for inputs of the task, or gives something else than the task needs."""
         self.model, self._dtype = model, dtype
         self.module = model
-        self.notes: list[str] = []
+        self.notes = check_and_describe(users_object(model, config), config.where("model.name"))
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()
         transform = transform_of(task)
         assert transform is not None, task.name  # part_of(task, "numpy") has refused all others
@@ -303,7 +340,9 @@ class Model:
             raise UserError(what, config.where("speed.precision"), fix)
         self.weights: Mapping[str, np.ndarray] = {name: _to_host(v.value).copy() for name, v in self._trained.items()}
         if dtype == np.float64 and keras.backend.result_type("float64", "float64") != "float64":
-            self.notes = [f"speed.precision=fp64: Keras {keras.__version__} on {keras.backend.backend()} rounds some numbers to float32"]
+            self.notes.append(
+                f"speed.precision=fp64: Keras {keras.__version__} on {keras.backend.backend()} rounds some numbers to float32"
+            )
         self.title = f"{model.name}, %, keras {keras.__version__} on {keras.backend.backend()}, {dtype}"
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
@@ -314,14 +353,30 @@ class Model:
         for name, variable in self._trained.items():
             variable.assign(weights[name])
 
+    def constrained(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, variable in self._trained.items():
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+                found[name] = _to_host(variable.value).copy()
+        return found
+
     def outputs(self, x: np.ndarray) -> np.ndarray:
-        return self._backend.outputs(self.model, x, False) if len(x) else np.zeros((0, *self._outputs), self._dtype)
+        of_none = Pass(np.zeros((0, *self._outputs), self._dtype), 0.0)
+        return self._kept(self._backend.outputs(self.model, x) if len(x) else of_none)
 
     def training_outputs(self, x: np.ndarray) -> np.ndarray:
-        return self._backend.training_outputs(self.model, x)
+        return self._kept(self._backend.training_outputs(self.model, x))
 
-    def gradient(self, error: np.ndarray) -> np.ndarray:
-        of_each = dict(zip(self._order, self._backend.gradient(error), strict=True))
+    def _kept(self, found: Pass) -> np.ndarray:
+        self._added_loss = found.added_loss
+        return found.outputs
+
+    def added_loss(self) -> float:
+        return self._added_loss
+
+    def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
+        of_each = dict(zip(self._order, self._backend.gradient(error, share), strict=True))
         found = [(of_each[id(v)], v.shape) for v in self._trained.values()]
         return np.concatenate([np.zeros(shape, self._dtype).ravel() if g is None else g.ravel() for g, shape in found])
 
@@ -349,68 +404,6 @@ class Model:
         return buffer.rpartition(".")[2] in _MEANS
 
 
-class GivenKerasModel:
-    """Makes the model of a job from one that a script gives: a copy is trained, whose weights become the script's model's at the end."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        return {"model": type(self.model), "model, its weights": [tuple(w.shape) for w in self.model.get_weights()]}
-
-    def __call__(self) -> Any:
-        """Raises UserError where the model cannot be copied."""
-        try:
-            found = importlib.import_module("keras").models.clone_model(self.model)
-            found.set_weights(self.model.get_weights())
-        except Exception as error:
-            what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
-            raise UserError(what, "hvdtrain.train(), model", "a function that makes the model; or a get_config() of its own") from error
-        return found
-
-    def take(self, learner: Any) -> None:
-        """Copies the weights that an evaluation has, the averages where there are some, and all else that the layers keep."""
-        with learner.averaged():
-            found = learner.weights() if callable(learner.weights) else {**learner.weights, **learner.model.buffers()}
-            for name, variable in named_variables(self.model):
-                if name in found:
-                    variable.assign(found[name])
-
-
-def named_variables(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each variable of a layer and of the layers inside of it, by a name that does not depend on what the process has made before.
-
-    Keras numbers layers over the whole process (dense, dense_1, ...); here they are numbered inside of the layer that has them. A layer
-    with a name of the user's keeps it.
-    """
-    seen: set[int] = set()
-    for name, variable in _named(layer, prefix, {}):
-        if id(variable) not in seen:
-            seen.add(id(variable))
-            yield name, variable
-
-
-def _named(layer: Any, prefix: str, taken: dict[str, int]) -> Iterator[tuple[str, Any]]:
-    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-        yield f"{prefix}{_numbered(variable.name, taken)}", variable
-    for inner in layer._layers:
-        automatic = re.fullmatch(rf"({_snake(type(inner).__name__)})(_\d+)?", inner.name)
-        name = _numbered(automatic[1] if automatic else inner.name, taken)
-        yield from _named(inner, f"{prefix}{name}.", {})
-
-
-def _numbered(name: str, taken: dict[str, int]) -> str:
-    number = taken.get(name, 0)
-    taken[name] = number + 1
-    return f"{name}_{number}" if number else name
-
-
-def _snake(name: str) -> str:
-    """BatchNormalization -> batch_normalization, as Keras names layers."""
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", re.sub(r"\W+", "", name))).lower()
-
-
 def _zeros(task: Task, count: int) -> Batch:
     return {name: np.zeros((count, *field.shape), field.dtype) for name, field in task.fields.items()}
 
@@ -419,9 +412,8 @@ def _checked_outputs(model: Any, backend: Backend, x: np.ndarray, config: Config
     """The shape of a sample's outputs; an unbuilt model is built. Raises UserError."""
     where = config.where("model.name")
     try:
-        if not model.built:
-            model(x)  # makes its variables
-        outputs = backend.outputs(model, x, False)
+        build_variables(model, config, x)
+        outputs = backend.outputs(model, x).outputs
     except UserError:
         raise
     except Exception as error:
@@ -438,5 +430,6 @@ def _checked_outputs(model: Any, backend: Backend, x: np.ndarray, config: Config
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. Takes the memory of the weights."""
     dtype = np.dtype("float32")
+    part_of(task, "numpy", config, Place(dtype))
     keras = load_keras(config.where("framework"), dtype)
     return {name: p.shape for name, p in Model(keras, _make(keras, config, task), config, task, dtype).weights.items()}

@@ -11,12 +11,12 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.frameworks.host import HostLearner
+from hvdtrain.frameworks.host import HostLearner, HostModel
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 
-class Linear:
+class Linear(HostModel):
     """outputs = x W' + b from zero weights; names and shapes are those of torch/models/linear.py."""
 
     def __init__(self, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
@@ -43,20 +43,8 @@ class Linear:
         self._x = x
         return self.outputs(x)
 
-    def gradient(self, error: np.ndarray) -> np.ndarray:
+    def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
         return np.concatenate([(error.T @ self._x).ravel(), error.sum(0)])
-
-    def seed(self, seed: int) -> None:
-        """Nothing: no layer draws."""
-
-    def buffers(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def assign_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
-        """Nothing: there are none."""
-
-    def is_mean(self, buffer: str) -> bool:
-        return False
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:

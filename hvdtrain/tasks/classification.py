@@ -120,7 +120,7 @@ class Classification:
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
         form = LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k)
-        return NumpyClassification(self.transform, self.classes, place, form)
+        return NumpyClassification(self.transform, place, form)
 
 
 @dataclass(frozen=True)
@@ -249,13 +249,13 @@ def _are_counts(values: list[Any]) -> bool:
 class NumpyClassification:
     """The oracle of the other frameworks, with its gradient written by hand.
 
-    Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, classes).
+    Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, outputs), at least one for each class.
     """
 
     where = staticmethod(np.where)  # of this framework
 
-    def __init__(self, transform: Transform, classes: int, place: Place, form: LossForm) -> None:
-        self._transform, self._classes, self._dtype, self._form = transform, classes, place.dtype, form
+    def __init__(self, transform: Transform, place: Place, form: LossForm) -> None:
+        self._transform, self._dtype, self._form = transform, place.dtype, form
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, C H W) in the learner's number type; n may be 0."""
@@ -270,7 +270,7 @@ class NumpyClassification:
         return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
-        """(n, classes), in training."""
+        """(n, outputs), in training."""
         error = self._of_labels(outputs, batch["y"], self._form.smoothing)[1]
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
@@ -278,8 +278,9 @@ class NumpyClassification:
         return error
 
     def _of_labels(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
-        """Each sample's loss (n,), and d(loss) / d(logits) (n, classes)."""
-        target = np.eye(self._classes, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / self._classes
+        """Each sample's loss (n,), and d(loss) / d(logits) (n, outputs)."""
+        outputs = logits.shape[1]
+        target = np.eye(outputs, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / outputs
         if self._form.squared_error:
             error = logits - target
             return self._weighted(0.5 * np.square(error).sum(1), error, labels)

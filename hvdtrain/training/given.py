@@ -25,7 +25,7 @@ Makers = Mapping[str, Given]  # by section
 def given_model(model: Any) -> Given:
     """A model of Keras, a torch module, what framework=jax takes, or a function without a name. Raises UserError for all else."""
     if any(kind.__name__ == "Model" and kind.__module__.startswith("keras.") for kind in type(model).__mro__):  # on torch a module too
-        from hvdtrain.frameworks.keras import GivenKerasModel
+        from hvdtrain.frameworks.keras_objects import GivenKerasModel
 
         of_keras = GivenKerasModel(model)
         return Given(name_of_object(model), of_keras, of_keras.facts(), of_keras.take, "keras")

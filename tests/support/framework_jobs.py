@@ -33,10 +33,12 @@ RECIPES = {
     "muon": "optim.name=muon optim.base_lr=0.02 optim.rounds=4 optim.ema=0.9",
 }
 CONVNETS = "convnet", "muon"
+PENALIZED = {"penalized": "optim.name=sgd optim.momentum=0.9 batch.micro=7"}  # by layers of Keras; in torch by decay and the job's loss
+PENALTY = 2.0**-7  # in float32 too, in which TensorFlow has it: of the square of each weight, and of each output of a sample
 PASSED_ON = {"passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"}  # by layers of the same names
 
 
-ALL = RECIPES | PASSED_ON
+ALL = RECIPES | PENALIZED | PASSED_ON
 
 
 def first_weights(recipe: str) -> list[np.ndarray]:
@@ -47,7 +49,13 @@ def first_weights(recipe: str) -> list[np.ndarray]:
     if recipe in CONVNETS:
         kernels = draw(0, 0.3, (4, 1, 3, 3)), draw(0, 0.1, 4), draw(0, 0.3, (6, 4, 3, 3)), draw(0, 0.1, 6)
         return [*kernels, draw(0, 0.3, (10, 6)), draw(0, 0.1, 10)]
-    return [draw(0, 0.2, (HIDDEN, 64)), draw(0, 0.1, HIDDEN), draw(0, 0.2, (10, HIDDEN)), draw(0, 0.1, 10)]
+    outputs = outputs_of(recipe)
+    return [draw(0, 0.2, (HIDDEN, 64)), draw(0, 0.1, HIDDEN), draw(0, 0.2, (outputs, HIDDEN)), draw(0, 0.1, outputs)]
+
+
+def outputs_of(recipe: str) -> int:
+    """In one of them more than there are classes."""
+    return 11 if recipe == "smoothed" else 10
 
 
 def in_torch(recipe: str) -> Any:
@@ -58,7 +66,9 @@ def in_torch(recipe: str) -> Any:
         "linear": [nn.Flatten(), nn.Linear(64, 10)],
         "convnet": [nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6, 10)],
     }
-    dense = OrderedDict[str, nn.Module](flat=nn.Flatten(), one=nn.Linear(64, HIDDEN), tanh=nn.Tanh(), two=nn.Linear(HIDDEN, 10))
+    dense = OrderedDict[str, nn.Module](
+        flat=nn.Flatten(), one=nn.Linear(64, HIDDEN), tanh=nn.Tanh(), two=nn.Linear(HIDDEN, outputs_of(recipe))
+    )
     network = "convnet" if recipe in CONVNETS else recipe
     net = nn.Sequential(*layers[network]) if network in layers else nn.Sequential(dense)
     with torch.no_grad():
@@ -101,18 +111,30 @@ def in_keras(recipe: str = "") -> Any:
         jax.config.update("jax_enable_x64", True)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    make = keras.layers
+    make, penalty = keras.layers, keras.regularizers.L2(PENALTY)
+    of_weights = {"kernel_regularizer": penalty, "bias_regularizer": penalty}
     networks: dict[str, list[Any]] = {
         "linear": [make.Flatten(), make.Dense(10)],
         "convnet": [make.Conv2D(4, 3, activation="tanh"), make.Conv2D(6, 3, 2), make.GlobalAveragePooling2D(), make.Dense(10)],
+        "penalized": [
+            make.Flatten(),
+            make.Dense(HIDDEN, "tanh", **of_weights),
+            make.Dense(10, **of_weights, activity_regularizer=penalty),
+        ],
         "passed_on": [make.Flatten(), rows(HIDDEN, name="one"), make.Activation("tanh"), rows(10, name="two")],
     }
     layers = networks.get(
-        "convnet" if recipe in CONVNETS else recipe, [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(10)]
+        "convnet" if recipe in CONVNETS else recipe, [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(outputs_of(recipe))]
     )
     model = keras.Sequential([make.Input((8, 8, 1)), *layers])
     model.set_weights([weight if recipe == "passed_on" else as_in_keras(weight) for weight in first_weights(recipe)])
     return model
+
+
+def penalized_loss(outputs: Any, batch: Any) -> Any:
+    from torch.nn import functional
+
+    return functional.cross_entropy(outputs, batch["y"], reduction="none") + PENALTY * outputs.square().sum(1)
 
 
 def rows(units: int, name: str) -> Any:
@@ -149,6 +171,9 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
         is_ours = name == "linear" and framework != "keras"
         model: dict[str, Any] = {} if is_ours else {"model": MAKERS[framework](name)}
         own = ["model.name=linear"] if is_ours else []
+        if name in PENALIZED:
+            own = ["optim.exclude=none", f"optim.weight_decay={0 if framework.startswith('keras') else 2 * PENALTY}"]
+            model |= {} if framework.startswith("keras") else {"loss": penalized_loss}
         run = hvdtrain.train(f"framework={framework.rsplit(maxsplit=1)[-1]}", f"run={folder}/{name}", *recipe, *own, **model)
         found[name] = [weight.tolist() for weight in weights_of(run, name)]
         if run.rank == 0:

@@ -21,7 +21,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.keras import named_variables
+from hvdtrain.frameworks.keras_objects import named_variables
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -53,6 +53,48 @@ class Twice(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         return self.two(self.one(x))
+
+
+class Affine(keras.layers.Layer):
+    """A dense layer whose variables have no names."""
+
+    def __init__(self, units: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.units = units
+
+    def build(self, shape: Any) -> None:
+        self.matrix = self.add_weight(shape=(shape[-1], self.units), initializer="glorot_normal")
+        self.offsets = [self.add_weight(shape=(self.units,), initializer="zeros")]
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, self.matrix) + self.offsets[0]
+
+
+class Penalty(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2))
+        return x
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+        return super().compute_loss(*arguments, **more)
+
+
+class OwnTest(keras.Sequential):
+    def test_step(self, *arguments: Any) -> Any:
+        return super().test_step(*arguments)
+
+
+def own_loss(shape: tuple[int, ...], classes: int) -> Any:
+    return OwnLoss([keras.layers.Input(shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+
+
+def constrained(shape: tuple[int, ...], classes: int) -> Any:
+    layers = keras.layers
+    return keras.Sequential(
+        [layers.Input(shape), layers.Flatten(), layers.Dense(classes, kernel_constraint=keras.constraints.MaxNorm(1.0))]
+    )
 
 
 def no_model(shape: tuple[int, ...]) -> int:
@@ -138,12 +180,61 @@ def check_names(folder: Path) -> None:
     """They do not depend on what the process has made before."""
     names = []
     for _ in range(2):
-        model = keras.Sequential([keras.layers.Input((3,)), Twice(), keras.layers.Dense(2), Twice(), keras.layers.Dense(1, name="head")])
+        layers = [Twice(), keras.layers.Dense(2), Twice(), Affine(3), keras.layers.Dense(1, name="head")]
+        model = keras.Sequential([keras.layers.Input((3,)), *layers])
         names.append([name for name, _ in named_variables(model)])
         assert len(names[-1]) == len(model.weights)
     of_twice = [f"{layer}.{part}" for layer in ("dense", "last") for part in ("kernel", "bias")]
     expected = [*(f"twice.{name}" for name in of_twice), "dense.kernel", "dense.bias", *(f"twice_1.{name}" for name in of_twice)]
-    assert names[0] == names[1] == [*expected, "head.kernel", "head.bias"], names
+    assert names[0] == names[1] == [*expected, "affine.matrix", "affine.variable", "head.kernel", "head.bias"], names
+
+
+def penalized() -> Any:
+    """With everything that layers of Keras add to a loss, and a constraint."""
+    penalty, make = keras.regularizers.L2(0.05), keras.layers
+    hidden = make.Dense(3, "tanh", kernel_regularizer=penalty, bias_regularizer=keras.regularizers.L1(0.01), activity_regularizer=penalty)
+    last = make.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.6), bias_constraint=keras.constraints.NonNeg())
+    return keras.Sequential([make.Input((4,)), hidden, Penalty(), last])
+
+
+def check_what_layers_add(folder: Path) -> None:
+    """Weights, losses of training and losses of an evaluation are those of Keras' fit() and evaluate(); passes are of unequal size."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    x = np.random.default_rng(0).normal(size=(40, 4))
+    data = {"x": x, "y": (x.sum(1) > 0).astype("int64")}
+    first = penalized()
+    for framework in ["keras", *["torch"] * (keras.backend.backend() == "torch")]:
+        job, by_keras = (keras.models.clone_model(first) for _ in range(2))
+        for model in (job, by_keras):
+            model.set_weights(first.get_weights())
+        by_keras.compile(keras.optimizers.SGD(0.5, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
+        losses = by_keras.fit(data["x"], data["y"], batch_size=40, epochs=4, shuffle=False, verbose=0).history["loss"]
+        words = "batch.size=40 batch.micro=16 batch.evaluate=16 epochs=4 optim.base_lr=0.5 optim.momentum=0.9 optim.weight_decay=0"
+        words += f" framework={framework} speed.precision=fp64 log.display=lines"
+        run = hvdtrain.train(f"run={folder / framework}", *words.split(), model=job, train_data=data, val_data=data)
+        for ours, theirs in zip(job.get_weights(), by_keras.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+        assert np.linalg.norm(job.get_weights()[2], axis=0).max() <= 0.6 + 1e-6
+        events = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+        found = [event["train_loss"] for event in events if event["kind"] == "epoch"]
+        np.testing.assert_allclose(found, losses, rtol=0, atol=1e-6)
+        by_keras.evaluate(data["x"], data["y"], batch_size=16, verbose=0)
+        assert abs(hvdtrain.evaluate(run, data, model=job)["loss"] - by_keras.evaluate(x, data["y"], batch_size=16, verbose=0)) < 1e-6
+
+
+def check_objects_are_trained(folder: Path) -> None:
+    """One whose variables have no names, which has no variables before it is called; what is not used of it is said."""
+    model = OwnTest([keras.layers.Flatten(), Affine(10)])
+    model.compile("adam", "mse")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run = train(folder / "affine", "stop.steps=20", model=model)
+    x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
+    found = np.asarray(keras.ops.convert_to_numpy(model(run.transform(x))))
+    np.testing.assert_allclose(hvdtrain.predict(run, x, model=model), found, rtol=0, atol=1e-5)
+    assert run.last > 0.5
+    for line in ("not used: test_step() of OwnTest", "not used: compile(optimizer=Adam, loss=mse): the loss is that of the task"):
+        assert line in said.getvalue(), said.getvalue()
 
 
 def check_what_is_refused(folder: Path) -> None:
@@ -153,10 +244,19 @@ def check_what_is_refused(folder: Path) -> None:
         (["model.name=keras_jobs:no_model"], "gave a int, not a keras.Model", "keras.Sequential"),
         (["model.name=keras_jobs:too_few"], "the model gives (2, 9), not logits (2, 10)", "without softmax"),
         (["model.name=keras_jobs:flat_alone"], "the model fails for inputs (2, 8, 8, 1) of float32", "the model gets (n, 8, 8, 1)"),
+        (["model.name=keras_jobs:own_loss"], "OwnLoss has its own compute_loss(), which hvdtrain.train() does not call", "add_loss()"),
         (["model.name=keras_jobs:normed", "shard.stage=1"], "framework=keras does not support shard.stage=1", "framework=torch"),
         (["model.name=keras_jobs:normed", "optim.name=torch.optim.SGD"], "", ""),
         (["model.name=keras_jobs:normed", "framework=jax"], "gave a Sequential, not a pair of functions", "framework=keras with KERAS"),
         *[(["model.name=keras_jobs:normed", "framework=torch", "optim.name=muon"], "takes the first axis of a matrix", "framework=keras")]
+        * (keras.backend.backend() == "torch"),
+        *[
+            (
+                ["model.name=keras_jobs:constrained", "framework=torch", "shard.stage=1"],
+                "dense.kernel of the model has a constraint",
+                "leave",
+            )
+        ]
         * (keras.backend.backend() == "torch"),
     ]:
         try:
@@ -165,6 +265,15 @@ def check_what_is_refused(folder: Path) -> None:
             assert what in error.what and fix in error.fix, f"{error}"
         else:
             raise AssertionError(f"{words} runs")
+    masks = {"x": np.zeros((4, 8, 8, 1), np.uint8), "y": np.arange(256).reshape(4, 8, 8) % 2}
+    try:
+        train(
+            folder / "refused", "model.name=keras_jobs:too_few", "task.name=segmentation", "batch.size=4", train_data=masks, val_data=masks
+        )
+    except UserError as error:
+        assert "does not compute with framework=keras" in error.what, f"{error}"
+    else:
+        raise AssertionError("segmentation runs")
     keras.config.set_dtype_policy("float32")
     wrong = [(["speed.precision=fp64"], "the model has numbers of float32"), (["framework=jax"], "the job of framework=jax")]
     if keras.backend.backend() != "torch":
@@ -203,7 +312,9 @@ CHECKS: list[Callable[[Path], None]] = [
     check_names,
     check_skipped_step,
     check_resumed_bits,
+    check_objects_are_trained,
     check_object_and_file,
+    check_what_layers_add,
     check_what_is_refused,
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,19 @@ from hvdtrain.tasks.torch import MAIN_OUTPUTS, rows_of
 
 ONE_VALUE = "more than 1 value per channel"  # in what a batch norm of torch raises
 WhenEmpty = Literal["skip", "call", "call with zeros"]
+
+
+class AddsLoss(torch.nn.Module):
+    """A model whose layers add to the loss besides its outputs, and may have constraints; as it stands here it does neither."""
+
+    notes: Sequence[str] = ()  # lines for the header
+
+    def added_loss(self) -> torch.Tensor | float:
+        """After a forward pass: what its layers add to the mean loss of its samples; ()."""
+        return 0.0
+
+    def constrain(self) -> None:
+        """After an update: sets the weights that have constraints."""
 
 
 class TrainingModel(torch.nn.Module):
@@ -115,6 +128,8 @@ class Forward:
         self._training, self._evaluation = training, evaluation
         self._when_empty, self._views = when_empty, views
         self.inputs, self.precision, self.task, self._part = inputs, precision, task, part
+        model = getattr(evaluation, "_orig_mod", evaluation)  # of torch.compile
+        self._added_loss = model.added_loss if isinstance(model, AddsLoss) else AddsLoss().added_loss
 
     def inputs_of(self, batch: DeviceBatch) -> Called:
         """(n, ...) what the model is called with."""
@@ -136,7 +151,7 @@ class Forward:
             outputs = self._training(inputs)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))
-        return self._losses(in_type(outputs, self.precision.weights), batch, training=True)
+        return self._losses(in_type(outputs, self.precision.weights), batch, training=True, added=self._added_loss())
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
         """The evaluation of samples that are not learned from; the model is in evaluation mode, and gradients are off.
@@ -144,10 +159,17 @@ class Forward:
         The outputs are the mean over the views of each sample; the model is called for one view after the other.
         """
         arrays = self.inputs.arrays(batch)
-        outputs = self._views.mean(arrays, self._evaluated, torch, axes=(2, 3))  # images are (n, C, H, W) here
+        added: list[torch.Tensor | float] = []  # of each view
+
+        def evaluated(arrays: Mapping[str, torch.Tensor]) -> Any:
+            outputs = self._evaluated(arrays)
+            added.append(self._added_loss())
+            return outputs
+
+        outputs = self._views.mean(arrays, evaluated, torch, axes=(2, 3))  # images are (n, C, H, W) here
         if not batch.samples:
             return Evaluated(outputs, zero_sums(self.task.sums))
-        return Evaluated(outputs, self._losses(outputs, batch, training=False).sums)
+        return Evaluated(outputs, self._losses(outputs, batch, training=False, added=sum(added) / len(added)).sums)
 
     def _evaluated(self, arrays: Mapping[str, torch.Tensor]) -> Any:
         """The model's outputs; of no samples an input, after what the collectives of the others wait for."""
@@ -162,11 +184,16 @@ class Forward:
                 call(self._evaluation, inputs)
         return in_type(outputs, self.precision.weights) if len(x) else x
 
-    def _losses(self, outputs: Any, batch: DeviceBatch, training: bool) -> Losses:
+    def _losses(self, outputs: Any, batch: DeviceBatch, training: bool, added: torch.Tensor | float = 0.0) -> Losses:
+        """added: what the model adds to the mean loss of its samples, which counts by their share of the global batch."""
         each = self._part.each(outputs, batch.arrays, training)
         terms = {name: term.detach().sum(0, dtype=torch.float64) for name, term in each.terms.items()}
-        sums = {"loss": each.loss.detach().double().sum(), **terms, **each.parts, "count": batch.samples}
-        return Losses((each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum(), sums)
+        total = (each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum()
+        loss = each.loss.detach().double().sum()
+        if isinstance(added, torch.Tensor):
+            total = total + batch.weight * added.to(total.dtype)
+            loss = loss + batch.weight * added.detach().double()
+        return Losses(total, {"loss": loss, **terms, **each.parts, "count": batch.samples})
 
 
 class Decoder(Protocol):

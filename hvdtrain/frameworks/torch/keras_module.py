@@ -12,7 +12,9 @@ from torch import nn
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.keras import load_keras, named_variables
+from hvdtrain.frameworks.keras import load_keras
+from hvdtrain.frameworks.keras_objects import added_loss, build_variables, check_and_describe, named_variables, users_object
+from hvdtrain.frameworks.torch.forward import AddsLoss
 from hvdtrain.tasks.inputs import transform_of
 from hvdtrain.tasks.several_inputs import transforms_of
 from hvdtrain.tasks.task import Task
@@ -55,19 +57,35 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
         raise UserError(what, where, "one field x, or a module of torch whose forward() has these parameters")
     transform = transform_of(task)
     is_of_images = transform is not None and transform.is_of_images
-    return KerasModule(model, task.sizes.get("shape", ()), is_of_images)
+    notes = check_and_describe(users_object(model, config), where)
+    build_variables(model, config, np.zeros((1, *task.sizes.get("shape", ())), np.float32))
+    _refuse_constraints(model, config)
+    return KerasModule(model, is_of_images, notes)
 
 
-class KerasModule(nn.Module):
+def _refuse_constraints(model: Any, config: Config) -> None:
+    """Raises UserError where an update would not see a whole weight, or would not be one of all ranks."""
+    keys = {
+        "shard.stage": bool(config.shard.stage),
+        "servers.count": bool(config.servers.count),
+        "comm.local_steps": config.comm.local_steps > 1,
+        "model.thaw": bool(config.model.thaw),
+    }
+    for key in (key for key, is_on in keys.items() if is_on):
+        if name := next((name for name, v in named_variables(model) if v.constraint is not None), None):
+            what = f"{name} of the model has a constraint, which needs the whole weight after each update on every rank, and {key} is set"
+            raise UserError(what, config.where(key), f"leave {key} out, or the constraint")
+
+
+class KerasModule(AddsLoss):
     """Calls the model, whose variables' own tensors are its parameters and buffers."""
 
-    def __init__(self, model: Any, shape: tuple[int, ...], is_of_images: bool) -> None:
-        """shape: of a sample, with which an unbuilt model is built; is_of_images: it is called with (n, channels, height, width)."""
+    def __init__(self, model: Any, is_of_images: bool, notes: list[str]) -> None:
+        """model: with its variables; is_of_images: it is called with (n, channels, height, width); notes: lines for the header."""
         super().__init__()
+        self.notes = notes
         self._model: tuple[Any] = (model,)  # no submodule: its parameters have names of their own
         self._is_of_images = is_of_images
-        if not model.built:
-            model(np.zeros((1, *shape), np.float32))
         drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
         for name, variable in named_variables(model):
             if id(variable) not in drawn:
@@ -88,8 +106,24 @@ class KerasModule(nn.Module):
             module.register_buffer(path[-1], variable._value)
 
     def forward(self, x: torch.Tensor) -> Any:
-        import keras
-
         x = x.permute(0, 2, 3, 1) if self._is_of_images else x
-        with keras.device(str(x.device)):
+        with _on(x):
             return self._model[0](x, training=self.training)
+
+    def added_loss(self) -> torch.Tensor | float:
+        model, first = self._model[0], next(self.parameters())
+        with _on(first):
+            found: torch.Tensor | float = added_loss(model.losses)
+        return found
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        for variable in self._model[0].trainable_variables:
+            if variable.constraint is not None and variable.value.requires_grad:
+                with _on(variable.value):
+                    variable.assign(variable.constraint(variable))
+
+
+def _on(tensor: torch.Tensor) -> Any:
+    """Keras makes its tensors on the device of this one inside."""
+    return sys.modules["keras"].device(str(tensor.device))

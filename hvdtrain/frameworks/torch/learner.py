@@ -30,7 +30,7 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.device import compile_summary, describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
-from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, TrainingModel, continue_sequences, first_of
+from hvdtrain.frameworks.torch.forward import ONE_VALUE, AddsLoss, Forward, TrainingModel, continue_sequences, first_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
 from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
 from hvdtrain.frameworks.torch.model import first_samples_of
@@ -70,6 +70,7 @@ class TorchLearner(Learner):
         self.buffers = Buffers(self.model, self.device)
         self.saves_buffers = self.config.guard.nonfinite == "skip" or bool(self.scale.tensors)
         self.waits_only_in_communication = not self.strategy.waits_in_passes and self.config.norm.kind != "sync"
+        self.notes = list(getattr(self.model, "notes", ()) if isinstance(self.model, AddsLoss) else ())
         self._take_parts()
 
     def _take_parts(self) -> None:
@@ -316,6 +317,8 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     strategy = arrangement.strategy(named, optimizer)
     body, when_empty = arrangement.body, arrangement.when_empty
     wrapped = strategy.wrap(TrainingModel(body, when_empty), optimizer)
+    if isinstance(model, AddsLoss):
+        wrapped.optimizer.register_step_post_hook(lambda *_: model.constrain())
     part = part_of(task, "torch", config, Place(precision.weights, device))
     forward = Forward(wrapped.forward, body, inputs, precision, task, part, make_views(config, task.fields), when_empty)
     scale = loss_scale(precision, device)
