@@ -228,6 +228,13 @@ class Folder:
             raise
 
 
+def check_regular(path: Path) -> os.stat_result:
+    """The status of a file, which may be behind links. Raises OSError; WrongKind for a pipe or a device, which may have no end."""
+    status = path.stat()
+    _check_kind(status.st_mode, stat.S_IFREG, str(path))
+    return status
+
+
 def _check_kind(mode: int, kind: int, name: str) -> None:
     if stat.S_IFMT(mode) != kind:
         found = _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")

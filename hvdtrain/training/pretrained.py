@@ -19,6 +19,7 @@ from hvdtrain.comm.on_all_ranks import long_on_rank_0
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.around import averages
@@ -87,6 +88,7 @@ def read_weights(path: Path, where: str) -> tuple[Arrays, list[str]]:
             return _of_folder(path, where)
         if not path.exists():
             raise UserError(f"there is no {path}", where, _KNOWN)
+        check_regular(path)
         if path.suffix == ".safetensors":
             return _of_safetensors(path, where), []
         return _of_torch(path, where), []
@@ -126,6 +128,7 @@ def _of_run(run: Path) -> tuple[Arrays, list[str]]:
 def _of_safetensors(path: Path, where: str) -> Arrays:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="numpy"):  # checks the header, and that the arrays fill the file exactly
             pass
@@ -235,6 +238,7 @@ def _lines(path: Path, match: Match, of: int) -> list[str]:
 def _other_stats(path: Path, config: Config) -> list[str]:
     """A line where a folder of Hugging Face's says with which mean and deviation its weights were trained, and the job does not."""
     try:
+        check_regular(path / "preprocessor_config.json")
         found = json.loads((path / "preprocessor_config.json").read_text())
         mean, std = found["image_mean"], found["image_std"]
     except (OSError, ValueError, LookupError, TypeError):

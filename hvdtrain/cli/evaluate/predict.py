@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 import sys
 import zipfile
@@ -20,6 +21,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.datasets import csv as csv_files
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import FoundImages, ImageFiles, ImageSource, find_images, left_out_note
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
@@ -321,13 +323,13 @@ def read_table(path: Path) -> np.ndarray:
             )
             raise UserError(what, "--data", "replace it, or leave the row or the column out")
     chosen = [[row[column].strip() for column in columns] for row in rows]
-    whole = all(value.lstrip("+-").isdigit() and len(value) < 18 for row in chosen for value in row)
+    whole = all(map(csv_files.is_int64, itertools.chain.from_iterable(chosen)))
     return np.array(chosen, str).astype(np.int64 if whole else np.float64).reshape(len(rows), len(columns))
 
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        csv_files.number(text)
     except ValueError:
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ _BLOCK_BYTES = 2**17  # of text that is parsed at once
 _PIECE_BYTES = 2**22  # of text that is searched for ends of lines at once
 _MOST_HEADER = 2**20
 _NEWLINE = 10
+_MOST_LINE = 2**26  # bytes
+_WHOLE = re.compile(r"[-+]?[0-9]+")
+_NUMBER = re.compile(r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE)
+_EXACT = 2.0**53  # a float64 has all whole numbers up to it
 
 
 def build(
@@ -106,8 +111,7 @@ class CsvFile:
         """Numbers, or texts without blanks around them."""
         place = self.place(name)
         texts = [row[place].strip() for block in range(len(self.edges) - 1) for row in self.rows(block)]
-        numbers = all(re.fullmatch(r"[-+]?\d+", text) for text in texts)
-        return np.array([int(text) for text in texts]) if numbers else np.array(texts, str)
+        return np.array([int(text) for text in texts], np.int64) if all(map(is_int64, texts)) else np.array(texts, str)
 
     def place(self, name: str) -> int:
         if name not in self.header:
@@ -129,6 +133,37 @@ class CsvFile:
             found = "no column" if wrong is None or not rows[wrong] else f"{len(rows[wrong])} columns"
             raise UserError(f"the line has {found}, the first line {len(self.header)}", f"{self.file.path}:{line}", "correct or remove it")
         return rows
+
+
+def number(text: str) -> float:
+    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000, and for one that float64 does not have."""
+    text = text.strip()
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"could not convert {short(repr(text), 40)}")
+    found = float(text)
+    if math.isinf(found) and "inf" not in text.lower():
+        raise ValueError(f"{short(text, 40)} is beyond the numbers of float64")
+    if abs(found) >= _EXACT and _WHOLE.fullmatch(text) and int(found) != int(text):
+        raise ValueError(f"{short(text, 40)} loses digits as a float64, {found:.0f}")
+    return found
+
+
+def whole_number(text: str) -> int:
+    """The int64 of a text. Raises ValueError where it is none."""
+    text = text.strip()
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"could not convert {short(repr(text), 40)}")
+    if not is_int64(text):
+        raise ValueError(f"{short(text, 40)} is beyond the numbers of int64")
+    return int(text)
+
+
+def is_int64(text: str) -> bool:
+    if not _WHOLE.fullmatch(text):
+        return False
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    most = 2**63 if text.startswith("-") else 2**63 - 1
+    return len(digits) < 20 and int(digits) <= most
 
 
 def _split(lines: str, delimiter: str, where: str) -> list[list[str]]:
@@ -163,6 +198,9 @@ def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
             rows += 1
     if offsets[-1] < file.size:
         edges, offsets = [*edges, rows], [*offsets, file.size]
+    if len(long := np.flatnonzero(np.diff(offsets) > _MOST_LINE)):
+        what = f"a line from here on has more than {_MOST_LINE:,} bytes"
+        raise UserError(what, f"{file.path}:{edges[long[0]] + 2}", "a file whose lines end in a newline")
     return np.array(edges, np.int64), np.array(offsets, np.int64)
 
 
@@ -183,7 +221,7 @@ class TextColumns:
         samples = int(table.edges[-1])
         shape = (samples,) if is_single else (samples, len(names))
         texts = [row[place].strip() for row in (table.rows(0) if samples else []) for place in places]
-        is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in texts)
+        is_whole = all(map(_WHOLE.fullmatch, texts))
         return TextColumns(table, places, np.dtype("int64" if is_whole and is_single else "float64"), shape, table.edges)
 
     def decode(self, block: int, box: Box) -> np.ndarray:
@@ -202,19 +240,20 @@ class TextColumns:
             found = np.loadtxt(
                 io.StringIO(lines), self.dtype, comments=None, delimiter=self.table.delimiter, usecols=self.places, quotechar='"', ndmin=2
             )
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, OverflowError):
             return None
-        return found if len(found) == rows else None
+        is_exact = found.dtype.kind == "i" or bool((np.abs(found) < _EXACT).all())
+        return found if len(found) == rows and is_exact else None
 
     def _slowly(self, block: int) -> np.ndarray:
         """Numbers (rows, columns). Raises UserError with the line that has none."""
-        convert = int if self.dtype.kind == "i" else float
+        convert = whole_number if self.dtype.kind == "i" else number
         rows = []
         for line, row in enumerate(self.table.rows(block), int(self.edges[block]) + 2):
             try:
                 rows.append([convert(row[place]) for place in self.places])
             except ValueError as error:
-                kind = "a whole number, as the first lines have" if convert is int else "a number"
+                kind = "a whole number, as the first lines have" if convert is whole_number else "a number"
                 what = f"expected {kind}: {first_line(error)}"
                 fix = "correct it, leave the line out, or leave the column out of data.fields"
                 raise UserError(what, f"{self.table.file.path}:{line}", fix) from None

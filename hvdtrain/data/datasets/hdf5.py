@@ -18,10 +18,11 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_dtype, no_such
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, no_such
 from hvdtrain.errors import UserError, first_line
 
 _SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
+_MOST_LINKS = 16  # soft ones that are followed for one name, as many as the library follows
 _BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
 _DAMAGE = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError)  # what h5py raises
 
@@ -90,7 +91,7 @@ class Hdf5File:
         found: list[str] = []
 
         def visit(name: str, entry: Any) -> None:
-            if hasattr(entry, "chunks") and entry.dtype.kind in "iufb" and entry.shape:
+            if hasattr(entry, "chunks") and entry.dtype.kind in "iufb" and not _is_elsewhere(entry) and entry.shape:
                 found.append(f"/{name}")
 
         with _opened(self.file) as file:
@@ -122,6 +123,7 @@ class Hdf5File:
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
         shape, dtype = dataset.shape, np.dtype(dataset.dtype)
+        check_chunks(shape, dataset.chunks or shape, name, self.file.path)
         is_plain = shape and not dataset.file.userblock_size and not is_packed(dataset.attrs) and _is_whole(dataset)
         if is_plain and dataset.chunks is None and dataset.id.get_offset() is not None:
             return PlainRows(self.file, dataset.id.get_offset(), dtype, shape)
@@ -137,19 +139,51 @@ class Hdf5File:
         """An array by the library. Raises UserError where there is none, it is damaged, or its numbers are in another file."""
         with _opened(self.file) as file:
             try:
-                if name not in file:
+                dataset = self._found(file, name)
+                if dataset is None:
                     raise no_such(name, self.names, self.file.path)
-                dataset = file[name]
                 if not hasattr(dataset, "chunks"):
                     raise no_such(f"array {name}, which is a group", self.names, self.file.path)
+                if _is_elsewhere(dataset):
+                    raise self._in_another_file(name)
                 if dataset.shape is None:
                     raise UserError(f"{name} is empty: it has neither a shape nor numbers", str(self.file.path), "another array")
-                if dataset.is_virtual or dataset.external or Path(dataset.file.filename) != self.file.path:
-                    what = f"the numbers of {name} are in another file, to which this one has a link"
-                    raise UserError(what, str(self.file.path), "the file that has them as data.root, or h5repack")
                 yield dataset
             except _DAMAGE as error:
                 raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
+
+    def _found(self, file: Any, name: str) -> Any | None:
+        """What a path leads to, link by link: the library would open another file, and wait for a pipe, only to say that a name is there.
+
+        None where there is nothing. Raises UserError for a link to another file, and for links that lead to each other.
+        """
+        h5l, entry, parts = _h5py().h5l, file, [part for part in reversed(name.encode().split(b"/")) if part not in (b"", b".")]
+        followed = 0
+        while parts:
+            part = parts.pop()
+            links = entry.id.links if hasattr(entry, "keys") else None
+            if links is None or not links.exists(part):
+                return None
+            kind, shown = links.get_info(part).type, part.decode(errors="replace")
+            if kind == h5l.TYPE_HARD:
+                entry = entry[part]
+            elif kind == h5l.TYPE_SOFT and followed < _MOST_LINKS:
+                followed += 1
+                target = links.get_val(part)
+                entry = file if target.startswith(b"/") else entry
+                parts += [one for one in reversed(target.split(b"/")) if one not in (b"", b".")]
+            elif kind == h5l.TYPE_SOFT:
+                raise UserError(f"the links of {name} lead to each other: {shown}", str(self.file.path), "another array")
+            else:
+                raise self._in_another_file(
+                    name,
+                    f", {links.get_val(part)[0].decode(errors='replace'):.100} by the link {shown}" if kind == h5l.TYPE_EXTERNAL else "",
+                )
+        return entry
+
+    def _in_another_file(self, name: str, which: str = "") -> UserError:
+        fix = "the file that has them as data.root, or h5repack"
+        return UserError(f"the numbers of {name} are in another file{which}, to which this one has a link", str(self.file.path), fix)
 
     def columns(self, names: list[str]) -> Blocks | None:
         return None
@@ -163,6 +197,11 @@ class Hdf5File:
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
             attributes = dict(dataset.attrs)
             return unpacked(dataset[:], attributes, unpacked_dtype(dataset.dtype, attributes), f"{name} of {self.file.path}")
+
+
+def _is_elsewhere(dataset: Any) -> bool:
+    """Whether its numbers are in other files. To be asked before its shape, for which the library may open them."""
+    return bool(dataset.is_virtual or dataset.external)
 
 
 def _text(attribute: Any) -> str:

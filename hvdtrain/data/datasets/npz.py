@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 import zlib
@@ -17,11 +18,12 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, no_such
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, check_shape, no_such
 from hvdtrain.errors import UserError, first_line
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's member: signature, lengths of its name and of what follows
 _HEADER_BYTES = 2**16  # at most, of an array
+_MOST_VALUES = 2**32  # bytes of a column of data.split_by
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
 
 
@@ -76,11 +78,7 @@ class NpzFile:
         info = self.members[name]
         if info.compress_type == zipfile.ZIP_STORED:
             return self._stored(info, name)
-        try:
-            with zipfile.ZipFile(self.file.path) as archive, archive.open(info) as member:
-                dtype, shape, _ = _array_header(member)
-        except (OSError, *_DAMAGE) as error:
-            raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
+        dtype, shape = _compressed_header(self.file, info, name)
         check_dtype(dtype, name, self.file.path)
         return WholeMember(self.file, name, dtype, shape)
 
@@ -99,7 +97,7 @@ class NpzFile:
             raise cut_off(path, f"{name}: {first_line(error)}") from None
         check_dtype(dtype, name, path)
         found = PlainRows(self.file, start + head.tell(), dtype, shape)
-        if head.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize != info.file_size:
+        if head.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
             raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
         return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
 
@@ -117,7 +115,25 @@ class NpzFile:
         """Texts are read too."""
         if name not in self.members:
             raise no_such(name, self.names, self.file.path)
+        dtype, shape = _compressed_header(self.file, self.members[name], name)
+        check_shape(shape, name, self.file.path)
+        if math.prod(shape) * dtype.itemsize > _MOST_VALUES:
+            what = f"{name} is {dtype} {shape}, at most {_MOST_VALUES:,} bytes as a column that divides samples"
+            raise UserError(what, str(self.file.path), "numbers, or shorter texts")
         return _load(self.file, name)
+
+
+def _compressed_header(file: FileOnDisk, info: zipfile.ZipInfo, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Type and shape of a member. Raises UserError where it has not as many bytes as they say."""
+    try:
+        with zipfile.ZipFile(file.path) as archive, archive.open(info) as member:
+            dtype, shape, _ = _array_header(member)
+            wanted = member.tell() + math.prod(shape) * dtype.itemsize
+    except (OSError, *_DAMAGE) as error:
+        raise cut_off(file.path, f"{name}: {first_line(error)}") from None
+    if wanted != info.file_size and not dtype.hasobject:
+        raise cut_off(file.path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
+    return dtype, shape
 
 
 def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
@@ -128,6 +144,8 @@ def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # numpy raises ValueError, tokenize.TokenError and more for a damaged header
         raise ValueError(first_line(error)) from None
+    if min(shape, default=0) < 0:
+        raise ValueError(f"its shape is {shape}")
     return dtype, shape, is_fortran
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def build(
     Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with missing values or without numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".parquet", ".pq"), ParquetFile.of, wanted)
+    return build_stored(name, root, split, (".parquet", ".pq"), partial(ParquetFile.of, most_bytes=_BLOCKS * cache_mb * 10**6), wanted)
 
 
 def _pyarrow() -> Any:
@@ -52,15 +53,20 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+_BLOCKS = 4  # times data.cache_mb: what a row group may take while it is unpacked
+_ITEM_BYTES = {"INT64": 8, "DOUBLE": 8, "FLOAT": 4}
+
+
 @dataclass(frozen=True, eq=False)
 class ParquetFile:
     file: FileOnDisk
     columns_in_file: list[str]
     edges: np.ndarray  # int64 (row groups + 1,)
     coordinates: Collection[str]
+    most_bytes: int  # of a row group, unpacked
 
     @staticmethod
-    def of(path: Path) -> ParquetFile:
+    def of(path: Path, most_bytes: int) -> ParquetFile:
         file = FileOnDisk.of(path)
         pyarrow = _pyarrow()
         try:
@@ -68,7 +74,7 @@ class ParquetFile:
                 rows = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
                 names = list(opened.schema_arrow.names)
                 coordinates = _index_columns(names, opened.schema_arrow.metadata or {})
-                return ParquetFile(file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates)
+                return ParquetFile(file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates, most_bytes)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
 
@@ -90,6 +96,16 @@ class ParquetFile:
         texts = [value for group in groups for value in self.read(group, [name])[0].to_pylist()]
         return np.array([text.strip() if isinstance(text, str) else text for text in texts])
 
+    def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
+        """Raises UserError where columns of a row group would take more memory than they may."""
+        columns = [metadata.column(place) for place in range(metadata.num_columns)]
+        size = sum(
+            _bytes_of(column) for column in columns if column.path_in_schema.split(".")[0] in names or column.path_in_schema in names
+        )
+        if size > self.most_bytes:
+            what = f"{', '.join(names)} of row group {group} takes {size / 1e6:,.0f} MB in memory, at most {self.most_bytes / 1e6:,.0f}"
+            raise UserError(what, str(self.file.path), f"data.cache_mb={1 + size // (_BLOCKS * 10**6)}, or smaller row groups")
+
     def read(self, group: int, names: Sequence[str]) -> list[Any]:
         """Columns of a row group, as arrays of pyarrow. Raises UserError where they are damaged."""
         missing = next((name for name in names if name not in self.columns_in_file), None)
@@ -100,11 +116,17 @@ class ParquetFile:
             pass
         try:
             with pyarrow.parquet.ParquetFile(self.file.path, page_checksum_verification=True) as opened:
+                self._check_size(opened.metadata.row_group(group), group, names)
                 table = opened.read_row_group(group, columns=list(names), use_threads=False)
                 table.validate(full=True)
                 return [table[name].combine_chunks() for name in names]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(self.file.path, f"row group {group}: {first_line(error)}") from None
+
+
+def _bytes_of(column: Any) -> int:
+    """What a column of a row group takes at least in memory, as the file says: a dictionary, or few bytes for very many rows."""
+    return max(column.total_uncompressed_size, column.num_values * _ITEM_BYTES.get(column.physical_type, 1))
 
 
 def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> list[str]:

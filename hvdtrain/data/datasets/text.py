@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
+from hvdtrain.core.folder import check_regular
 from hvdtrain.data.source import Field, Source, Split, check_indices
 from hvdtrain.errors import UserError
 
@@ -52,7 +53,7 @@ def build(name: str, root: Path | None, split: Split, *, context: int = 256, tok
 
 def _read(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
+        size = check_regular(path).st_size
         if size > MOST_BYTES:
             raise UserError(f"found {size} bytes, expected at most {MOST_BYTES}", str(path), "a part of the text")
         return np.fromfile(path, np.uint8, count=size).tobytes()

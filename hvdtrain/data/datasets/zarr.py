@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
+import functools
 import os
 import struct
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
-from hvdtrain.data.stored.files import cut_off
+from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_dtype, no_such
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_chunks, check_dtype, no_such
 from hvdtrain.errors import UserError, first_line
 
+_CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
+# of numcodecs and zarr, without pickle, which may run code, and msgpack2
+_COMPRESSORS = {"blosc", "bz2", "gzip", "lz4", "lzma", "pcodec", "zfpy", "zlib", "zstd"}
+_CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
+_NUMBERS = {"astype", "bitround", "bytes", "delta", "fixedscaleoffset", "packbits", "quantize", "sharding_indexed", "shuffle", "transpose"}
+_TEXTS = {"base64", "categorize", "json2", "vlen-array", "vlen-bytes", "vlen-utf8"}
+_CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | _TEXTS
 _DESCRIPTIONS = (".zarray", "zarr.json")
 
 
@@ -58,10 +68,35 @@ def _zarr() -> Any:
     return zarr
 
 
+@functools.cache
+def _folder_store() -> type[Any]:
+    """The library's store of a folder, which opens regular files only, as a pipe would never end, and none behind a link out of it."""
+    store: Any = _zarr().storage.LocalStore
+
+    class RegularFiles(store):
+        async def get(self, key: str, *rest: Any, **named: Any) -> Any:
+            _check_inside(self.root, key)
+            return await super().get(key, *rest, **named)
+
+    return RegularFiles
+
+
+def _check_inside(root: Path, key: str) -> None:
+    """Raises OSError for what is in a group but is not a file, or is a link to another place."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path = (root / key).resolve(strict=True)
+        if not path.is_relative_to(root.resolve()):
+            raise WrongKind(errno.EINVAL, "a link out of the folder of the group", key)
+        if not path.is_dir():
+            check_regular(path)
+
+
 def _opened(path: Path) -> Any:
     zarr = _zarr()
+    if not path.is_dir():
+        FileOnDisk.of(path)  # that it is a file
     try:
-        return zarr.open_group(zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path), mode="r")
+        return zarr.open_group(_folder_store()(path, read_only=True) if path.is_dir() else zarr.storage.ZipStore(path, mode="r"), mode="r")
     except Exception as error:  # the library and its codecs raise of their own
         _refuse_inner_folder(path)
         raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
@@ -88,7 +123,9 @@ def _described(path: Path) -> list[str]:
     for folder, folders, files in os.walk(path):
         if there := [name for name in _DESCRIPTIONS if name in files]:
             found.append(Path(folder).relative_to(path).as_posix())
-            if there[0] == ".zarray" or b'"chunk_grid"' in (Path(folder) / there[0]).read_bytes():
+            with FileOnDisk.of(Path(folder) / there[0]).opened() as file:
+                is_array = there[0] == ".zarray" or b'"chunk_grid"' in file.read(0, FileOnDisk.of(file.path).size)
+            if is_array:
                 folders.clear()  # chunks, maybe a million of them
     return sorted(name for name in found if name != ".")
 
@@ -117,6 +154,7 @@ class ZarrGroup:
     def array(self, name: str) -> StoredArray:
         array = self.opened(name)
         check_dtype(array.dtype, name, self.path)
+        check_chunks(tuple(array.shape), tuple(array.chunks), name, self.path)
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
         return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges)
@@ -142,6 +180,10 @@ class ZarrGroup:
             raise cut_off(self.path, f"{name}: {first_line(error)}") from None
         if not hasattr(found, "chunks"):
             raise no_such(f"array {name}, which is a group", self.names, self.path)
+        if strange := sorted(_codecs(found.metadata.to_dict()) - _CODECS):
+            what = f"{name} is stored by the codec {strange[0]!r:.40}, which is not among those that hvdtrain reads"
+            fix = "write it again with one of them: blosc, gzip, lz4, zlib, zstd; pickle is never read, as it could run code"
+            raise UserError(what, str(self.path), fix)
         return found
 
     def columns(self, names: list[str]) -> Blocks | None:
@@ -189,6 +231,17 @@ class ZarrChunks:
         if is_packed(attributes):
             return unpacked(found, attributes, self.dtype, f"{self.name} of {self.group.path}")
         return found.astype(self.dtype, copy=False)
+
+
+def _codecs(value: Any, key: str = "") -> set[str]:
+    """Names of the codecs in the description of an array: `id` in version 2, `name` in version 3, of a shard those inside of it too."""
+    if isinstance(value, (list, tuple)):
+        return {name for one in value for name in _codecs(one, key)}
+    if not isinstance(value, Mapping):
+        return {str(value)} if key in _CODEC_KEYS and value is not None else set()
+    found = {name for one, inner in value.items() if one not in ("attributes", "id", "name") for name in _codecs(inner, one)}
+    name = value.get("id", value.get("name")) if key in _CODEC_KEYS else None
+    return found if name is None else found | {str(name).removeprefix("numcodecs.")}
 
 
 def _dimensions(array: Any) -> list[Any]:

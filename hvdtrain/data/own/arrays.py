@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.folder import check_regular
 from hvdtrain.data.ragged import Ragged
 from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
@@ -230,6 +231,7 @@ def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]
     if path.suffix != ".safetensors":
         raise UserError(f"{name} gave the path {path}", where, "a file NAME.safetensors (safetensors.numpy.save_file writes it), or arrays")
     try:
+        check_regular(path)
         with safe_open(path, framework="numpy"):  # checks the header, and that the arrays fill the file exactly
             pass
         with path.open("rb") as file:

@@ -19,7 +19,7 @@ from hvdtrain.data.stored.files import FileOnDisk, files_of_split
 from hvdtrain.data.stored.images import images_of
 from hvdtrain.data.stored.selection import name_and_words, select
 from hvdtrain.data.stored.source import Part, Selected, StoredSamples, StoredSource
-from hvdtrain.data.stored.stored_array import PlainRows, StoredFile, whole
+from hvdtrain.data.stored.stored_array import MOST_ROWS, PlainRows, StoredFile, check_shape, whole
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 
@@ -56,6 +56,10 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", parts, kinds, paths, fields, wanted)
     if not samples.parts:
         raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
+    if (total := sum(part.samples for part in parts)) > MOST_ROWS:
+        raise UserError(
+            f"the files have {total:,} samples, at most {MOST_ROWS:,}", str(paths[0].parent), "data.root=FOLDER with fewer of them"
+        )
     source = StoredSource(samples, (*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)))
     checked = images_of(source) or CheckedSource(source, samples.name)
     if wanted.split_by is not None:
@@ -159,12 +163,14 @@ def _selected(file: StoredFile, path: Path, texts: list[str], keys: Iterator[int
     together = file.columns([name for name, _ in pairs]) if len(pairs) > 1 and not any(words for _, words in pairs) else None
     if together is not None:
         shown = ", ".join(texts)
+        check_shape(together.shape, shown, path)
         yield Selected(together, select("", together.shape, shown, str(path)), together.dtype, next(keys), shown, str(path))
         return
     for text, (name, words) in zip(texts, pairs, strict=True):
         array = file.array(name)
         if not array.shape:
             raise UserError(f"{name} is a single number, not one row for each sample", str(path), _FIELDS)
+        check_shape(array.shape, name, path)
         yield Selected(array, select(words, array.shape, text, str(path)), array.dtype, next(keys), text, str(path))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.core.folder import check_regular
 from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
 
@@ -24,9 +25,9 @@ class FileOnDisk:
 
     @staticmethod
     def of(path: Path) -> FileOnDisk:
-        """Raises UserError where it cannot be seen."""
+        """Raises UserError where it cannot be seen, and where it is a pipe or a device, which opening would wait for."""
         try:
-            status = path.stat()
+            status = check_regular(path)
         except OSError as error:
             raise UserError(f"the file cannot be read: {error.strerror or error}", str(path), "data.root=FILE or FOLDER") from None
         return FileOnDisk(path, status.st_size, status.st_mtime_ns)
@@ -38,7 +39,7 @@ class FileOnDisk:
         Raises UserError where it has changed since of(), and where it cannot be read.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:
                 status = os.fstat(descriptor)
                 if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):

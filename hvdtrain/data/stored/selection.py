@@ -67,17 +67,26 @@ def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selecti
     for axis, size in enumerate(shape[1:], 1):
         part = parts[axis] if axis < len(parts) else slice(None)
         try:
-            chosen = np.atleast_1d(np.arange(size)[part])
+            chosen = _places(part, size)
         except IndexError:
             raise UserError(f"{text} is outside of the array, of shape {shape}", where, f"0 to {size - 1} along axis {axis}") from None
         if not len(chosen):
             raise UserError(f"{text} selects nothing along axis {axis} of the array, of shape {shape}", where, _FIX)
-        low, high = int(chosen.min()), int(chosen.max()) + 1
-        is_whole = len(chosen) == high - low and bool((np.diff(chosen) == 1).all())
+        low = min(chosen[0], chosen[-1]) if isinstance(chosen, range) else min(chosen)
+        high = 1 + (max(chosen[0], chosen[-1]) if isinstance(chosen, range) else max(chosen))
+        is_whole = list(chosen) == list(range(low, high)) if isinstance(chosen, list) else chosen.step == 1
         lows.append(low)
         highs.append(high)
-        inside.append(0 if isinstance(part, int) else slice(None) if is_whole else chosen - low)
+        inside.append(0 if isinstance(part, int) else slice(None) if is_whole else np.array(chosen) - low)
     return Selection(first, step, samples, Box(tuple(lows), tuple(highs)), tuple(inside))
+
+
+def _places(part: slice | int | list[int], size: int) -> range | list[int]:
+    """Places along an axis of so many, which may be very many: those of a slice take no memory. Raises IndexError."""
+    every = range(size)
+    if isinstance(part, slice):
+        return every[part]
+    return [every[one] for one in (part if isinstance(part, list) else [part])]
 
 
 def _parts(words: str, text: str, where: str) -> list[slice | int | list[int]]:

@@ -72,7 +72,7 @@ class StoredFile(Protocol):
 
     @property
     def coordinates(self) -> Collection[str]:
-        """Names among them that only number the rows, or the points of an axis: pandas' index, coordinates of netCDF. None is an input by itself."""
+        """Names among them that only number the rows or the points of an axis, as pandas' index: no input unless data.fields says so."""
 
     def array(self, name: str) -> StoredArray:
         """Raises UserError where there is none of this name, or it has no numbers."""
@@ -85,6 +85,29 @@ class StoredFile(Protocol):
 
     def note(self, name: str) -> str:
         """A line for the user of an array of which a part was never written, so that its fill value is read; empty of any other."""
+
+
+MOST_ROWS = 2**31  # of an array along any axis: the numbers of its samples alone take 16 GiB
+_MOST_CHUNKS = 2**25
+
+
+def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
+    """Raises UserError for a shape that no array can have, or whose samples could not be numbered, before memory is taken for it."""
+    if min(shape, default=0) < 0:
+        raise cut_off(path, f"{name} is of shape {shape}")
+    if max(shape, default=0) > MOST_ROWS:
+        raise UserError(f"{name} is of shape {shape}, at most {MOST_ROWS:,} along each axis", str(path), "parts of it in several files")
+
+
+def check_chunks(shape: tuple[int, ...], chunks: tuple[int, ...], name: str, path: Path) -> None:
+    """Raises UserError for chunks that are empty, or too many to be listed in memory."""
+    check_shape(shape, name, path)
+    if min(chunks, default=1) < 1:
+        raise cut_off(path, f"{name} has chunks of shape {chunks}")
+    count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
+    if count > _MOST_CHUNKS:
+        what = f"{name}, of shape {shape}, is stored in {count:,} chunks of shape {chunks}, at most {_MOST_CHUNKS:,}"
+        raise UserError(what, str(path), "write it again in larger chunks")
 
 
 def block_edges(rows: int, of_block: int) -> np.ndarray:
