@@ -26,7 +26,8 @@ GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"  # the variable without which a started 
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 CPU_FUSION_MB = 4.0  # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's default of 128 MiB
 MOST_COUNT = 2**31 - 1  # elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
-_FIX = f"{_BUILD_COMMAND} builds Horovod for the MPI of this machine; or comm.engine=mpi"
+_FIX = "hvdtrain launch -np 2 -- ..., which finds an mpirun"
+_OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first on the PATH"
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
@@ -35,7 +36,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     Raises UserError where Horovod is missing, LauncherMismatch where its MPI does not see the launcher's processes.
     """
     torch, hvd = load()
-    linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX)
+    linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX, _OTHER_LIBRARY)
     check_library(place, linked)
     _set_environment(comm or CommConfig())
     hvd.init()

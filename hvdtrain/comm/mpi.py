@@ -32,7 +32,11 @@ FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", 
 NOTICE_S = 0.5  # until a rank that is lost is known to be
 _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
-_FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
+_FIX = "hvdtrain launch -np 2 -- ..., which finds the mpirun of that library"
+_OTHER_LIBRARY = (
+    "export MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 (Open MPI) of the launcher's MPI, where mpi4py is PyPI's "
+    "wheel; or build mpi4py with that MPI's mpicc"
+)
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator:
@@ -41,7 +45,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
     Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the launcher belongs to another MPI.
     """
     mpi = load()
-    library = EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
+    library = _library(mpi)
     check_library(place, library)
     if not mpi.Is_initialized():
         _initialize(mpi)
@@ -59,7 +63,7 @@ def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
     Raises UserError on a rank that is not one of them.
     """
     mpi = load()
-    check_library(place, EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX))
+    check_library(place, _library(mpi))
     if not mpi.Is_initialized():
         _initialize(mpi)
     world = mpi.COMM_WORLD
@@ -69,6 +73,10 @@ def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
     own = ranks if isinstance(ranks, mpi.Comm) else world.Create_group(world.group.Incl(list(ranks)))
     host = own.Split_type(mpi.COMM_TYPE_SHARED)
     return MpiCommunicator(mpi, own, Placement(own.rank, own.size, host.rank, host.size, place.launcher), None)
+
+
+def _library(mpi: Any) -> EngineLibrary:
+    return EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX, _OTHER_LIBRARY)
 
 
 def load() -> Any:

@@ -54,6 +54,7 @@ class EngineLibrary(NamedTuple):
     engine: str
     description: str  # "mpi4py uses Open MPI v5.0.11"
     fix: str  # what to do where the launcher does not start this library
+    other_library: str = ""  # how the engine gets the library of a launcher of MPI
 
 
 # In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun comes last. Flux, PALS and jsrun set
@@ -277,7 +278,7 @@ def check_library(place: Placement, library: EngineLibrary) -> None:
     for launcher in LAUNCHERS:
         is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))  # the second is made of the first
         if launcher.name == place.launcher and launcher.open_mpi not in (None, is_open_mpi):
-            raise _mismatch(place, library, "uses another MPI library")
+            raise _mismatch(place, library._replace(fix="; or ".join(filter(None, library[2:]))), "uses another MPI library")
 
 
 def check_size(place: Placement, library: EngineLibrary, size: int) -> None:

@@ -274,6 +274,8 @@ def test_a_library_of_another_launcher_is_refused_before_it_starts() -> None:
         check_library(placement(environ), good)
         with pytest.raises(UserError, match=r"started 8 processes, but the mpi engine uses another MPI library\n.*mpi4py uses"):
             check_library(placement(environ), bad)
+    with pytest.raises(UserError, match=r"\n  fix: mend it; or export MPI4PY_LIBMPI=L$"):
+        check_library(placement(HYDRA), OPEN._replace(other_library="export MPI4PY_LIBMPI=L"))
     for place in (placement(SRUN), placement(HOROVODRUN), placement(TORCHRUN), NO_LAUNCHER):
         check_library(place, OPEN)
         check_library(place, MPICH)

@@ -24,7 +24,7 @@ MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": 
 # Environment variables for ranks on other hosts, unless their name looks like a secret.
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
 _FORWARDED_PREFIXES = (
-    *("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "JAX_", "XLA_"),
+    *("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "JAX_", "XLA_", "MPI4PY_"),
     *("OMP_", "MKL_", "KMP_", "UCX_", "FI_", "I_MPI_", "MPICH_", "PYTHON"),
 )
 _SECRET = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
@@ -309,7 +309,10 @@ def find_launcher(library_version: str) -> MpiLauncher:
     if library is None:
         fix = f"put the bin of a known MPI on the PATH: {', '.join(MPI_NAMES.values())}"
         raise UserError("no launcher found that hvdtrain knows", ", ".join(rejected), fix)
-    fix = "put the bin of that MPI on the PATH (module load), or: pip install --force-reinstall --no-binary mpi4py mpi4py"
+    fix = (
+        "put that MPI's bin on the PATH (module load); or export MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 "
+        "(Open MPI) of a launcher found, where mpi4py is PyPI's wheel; or build mpi4py with its mpicc"
+    )
     raise UserError(f"mpi4py uses {MPI_NAMES[library]}, and no launcher found starts its ranks", ", ".join(rejected), fix)
 
 
