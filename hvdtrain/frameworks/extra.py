@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ PREFIX = "e."  # of their names in a checkpoint
 MOST_BYTES = 2**28
 _TREE = f"{PREFIX}json"
 _MOST_DEPTH = 32
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"map": dict, "ordered": OrderedDict, "counter": Counter}  # no others: a defaultdict has code
 _WHERE = "ctx.checkpoint()"
-_FIX = "numbers, texts, None, lists, mappings, arrays, tensors, or an object with state_dict() of these, as a scheduler"
+_FIX = "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object with state_dict() of these, as a scheduler"
 
 
 class Numbers(NamedTuple):
@@ -66,19 +68,22 @@ class _Encoder(NamedTuple):
             raise UserError(f"{path[:80]} is nested more than {_MOST_DEPTH} deep", _WHERE, _FIX)
         if hasattr(value, "state_dict") and callable(value.state_dict):
             value = value.state_dict()
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if value is None or type(value) in (bool, int, float, str):  # not IntEnum, which would come back as an int
             return value
-        if isinstance(value, np.generic) and value.dtype.kind in "iufbU":
-            return value.item()
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
+        if isinstance(value, np.str_):
+            return str(value)
+        if isinstance(value, np.generic) and value.dtype.kind in "iufb":
+            return {"scalar": self._put(np.array([value]))}
+        if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "iufb":  # not a masked one, whose mask would be dropped
             return {"array": self._put(np.array(value))}
         if (numbers := self.tensors.numbers(value)) is not None:
             return {"tensor": [self._put(numbers.data), numbers.dtype, list(numbers.shape)]}
         if isinstance(value, Mapping):
             pairs = [[key, self.encoded(inner, f"{path}.{key}".removeprefix("."), depth + 1)] for key, inner in value.items()]
-            if all(key is None or isinstance(key, (bool, int, float, str)) for key in value):
-                return {"map": pairs}
-        if isinstance(value, (list, tuple)):
+            kind = next((kind for kind, of in _MAPPINGS.items() if type(value) is of), "")
+            if kind and all(key is None or isinstance(key, (bool, int, float, str)) for key in value):
+                return {kind: pairs}
+        if type(value) in (list, tuple):
             items = [self.encoded(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
             return {"tuple" if isinstance(value, tuple) else "list": items}
         raise UserError(f"{path or 'a value'} is a {type(value).__name__}, which no checkpoint holds", _WHERE, _FIX)
@@ -93,13 +98,13 @@ def _decoded(tree: Any, arrays: Arrays, tensors: Tensors) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
-    if kind == "map":
-        return {key: _decoded(inner, arrays, tensors) for key, inner in content}
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({key: _decoded(inner, arrays, tensors) for key, inner in content})
     if kind in ("list", "tuple"):
         items = [_decoded(inner, arrays, tensors) for inner in content]
         return items if kind == "list" else tuple(items)
-    if kind == "array":
-        return arrays[content]
+    if kind in ("array", "scalar"):
+        return arrays[content] if kind == "array" else arrays[content][0]
     name, dtype, shape = content
     if kind != "tensor":
         raise ValueError(f"a value of kind {kind!r:.40}")

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import load_dotted, of_python
 from hvdtrain.config.schema import Config
@@ -24,6 +26,7 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import TrainState
 
 MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
+_FIX_STATE = "numbers, texts, lists, and dicts with texts as keys: list(values), {str(key): value}, and back in load_state_dict()"
 _FIX = "a subclass of hvdtrain.Hook: its object, or in hooks=[package.module:Class] its class"
 
 
@@ -52,7 +55,10 @@ class Hook:
         """After the last step of this start, before the last checkpoint: where the job is over, or stops to be resumed."""
 
     def state_dict(self) -> Any:
-        """What the checkpoint keeps of it: a tree of JSON without NaN. Rank 0's is kept, and every rank gets it."""
+        """What the checkpoint keeps of it: a tree of JSON without NaN, whose keys are texts. Rank 0's is kept, and every rank gets it.
+
+        It is called after the first step too, so that what a checkpoint would change is an error then.
+        """
 
     def load_state_dict(self, state: Any) -> None:
         """Takes what state_dict() gave; not called where that was None."""
@@ -153,6 +159,7 @@ class Hooks:
             self._names.append(name if counts[name] == 1 else f"{name} {counts[name]}")
         self._means: dict[str, float] = {}
         self._ended_by = ""  # the same on every rank
+        self._are_states_checked = False
         self._told = (-1, -1)  # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
 
     def summary(self) -> list[str]:
@@ -179,6 +186,9 @@ class Hooks:
         if self._hooks:
             self._training.at(p, sums)
             self._each(lambda hook: hook.after_step(self._training))
+            if not self._are_states_checked:
+                self._states()
+                self._are_states_checked = True
 
     def after_evaluation(self, now: TrainState, metrics: Mapping[str, float]) -> TrainState:
         """The state, at its end where a hook asks for that. A collective where there are hooks."""
@@ -228,7 +238,9 @@ class Hooks:
                 same = json.loads(text)
             except (TypeError, ValueError, RecursionError) as error:
                 what = f"state_dict() of hook {name} gave what is no JSON: {error}"
-                raise UserError(what, name, "numbers, texts, lists, and dicts with texts as keys; None in place of NaN") from None
+                raise UserError(what, name, f"{_FIX_STATE}; None in place of NaN") from None
+            if change := _changed_by_json(state, same, "state"):
+                raise UserError(f"state_dict() of hook {name} would be another after a resume: {change}", name, _FIX_STATE)
             if len(text) > MOST_STATE_BYTES:
                 raise UserError(f"state_dict() of hook {name} has {len(text):,} bytes", name, f"at most {MOST_STATE_BYTES:,}")
             states[name] = same
@@ -248,6 +260,24 @@ class Hooks:
 
     def _begin(self, name: str, hook: Hook) -> None:
         self._training.called, self._training.is_on_one_rank = name, hook.on_rank_0_only and self._communicator.size > 1
+
+
+def _changed_by_json(state: Any, same: Any, path: str) -> str:
+    """What JSON has made another thing of; empty where all is as it was. A NumPy float is a float."""
+    if isinstance(state, np.float64):
+        return ""
+    if type(state) is not type(same):
+        return f"{path} is a {type(state).__name__}, and would be a {type(same).__name__}"
+    if isinstance(state, dict):
+        others = [key for key in state if type(key) is not str]
+        if others:
+            return f"{path} has the key {others[0]!r:.40}, and would have a text in its place"
+        inner = [(state[key], same[key], f"{path}[{key!r:.40}]") for key in state]
+    elif isinstance(state, list):
+        inner = [(one, two, f"{path}[{index}]") for index, (one, two) in enumerate(zip(state, same, strict=True))]
+    else:
+        return ""
+    return next(filter(None, (_changed_by_json(*each) for each in inner)), "")
 
 
 def hooks_of(config: Config) -> list[Hook]:

@@ -9,7 +9,9 @@ import math
 import re
 import signal
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -1002,6 +1004,20 @@ def test_values_beside_model_and_optimizer() -> None:
     found = from_arrays(to_arrays(given))
     assert found["s"] == scheduler.state_dict() and found["t"].item() == 3.5 and found["n"] == 0.5 and math.isnan(found["nan"])
     assert tuple(found["empty"].shape) == (0, 2) and found["none"] is None
+    kinds = {
+        1: (2, [3]),
+        "1": Counter("aa"),
+        None: OrderedDict(b=1),
+        False: np.float32(0.1),
+        "i": np.int64(7),
+        "big": np.arange(3, dtype=np.uint16),
+    }
+    same = from_arrays(to_arrays({"of": kinds}))["of"]
+    assert repr(same) == repr({**kinds}), "types and keys are those of before"
+    mask = np.ma.masked_array([1.0, 2.0], [True, False])
+    for lossy in (mask, defaultdict(int), IntEnum("Mode", "A B").A, torch.finfo(torch.half), {1, 2}, b"a", {(1, 2): 3}):
+        with pytest.raises(UserError, match="which no checkpoint holds"):
+            to_arrays({"v": lossy})
     conjugate = torch.tensor([1 + 2j]).conj()
     assert torch.equal(from_arrays(to_arrays({"z": conjugate}))["z"], conjugate)
     for value, kind in ((np.complex64(1j), "complex64"), (np.datetime64("2026-01-01"), "datetime64"), (torch.eye(2).to_sparse(), "Tensor")):

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.read import configure
+from hvdtrain.data.datasets import text
 from hvdtrain.data.datasets.text import decode
+from hvdtrain.data.source import notes_of
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source, open_datasets
 
@@ -92,6 +94,25 @@ def test_a_tokenizers_file(tmp_path: Path) -> None:
     source = build_source(configure(None, words(tmp_path, *more)), "train")
     assert source.fields["tokens"].values == 4
     assert source.read(np.array([0]))["tokens"].tolist() == [[1, 2, 3, 0]]
+
+
+def test_a_tokenizer_that_truncates_and_pads_gives_the_tokens_of_the_text(tmp_path: Path) -> None:
+    """As the files of sentence-transformers do; a line of the header says what is not done."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text(" ".join(TOKENIZER["model"]["vocab"]) * 50)
+    (tmp_path / "plain.json").write_text(json.dumps(TOKENIZER))
+    changed = tokenizers.Tokenizer.from_file(str(tmp_path / "plain.json"))
+    changed.enable_truncation(5)
+    changed.enable_padding(length=2000, pad_id=0)
+    changed.save(str(tmp_path / "changed.json"))
+    plain, found = (
+        text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / name) for name in ("plain.json", "changed.json")
+    )
+    assert isinstance(plain, text.Windows) and isinstance(found, text.Windows)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert len(found.tokens) >= 100 and plain.notes == ()
+    (line,) = found.notes
+    assert line.startswith("changed.json asks for truncation and padding") and line in notes_of(found)
 
 
 @pytest.mark.parametrize(("content", "what"), [(None, "no such file"), (json.dumps(TOKENIZER)[:-30], "the tokenizer is damaged")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,15 @@ class Wrong(hvdtrain.Hook):
         setattr(self, call, called)
 
 
-class BadState(hvdtrain.Hook):
+class WithState(hvdtrain.Hook):
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
     def state_dict(self) -> Any:
-        return {"best": math.nan}
+        return self.state
+
+
+AFTER_RESUME = "of hook WithState would be another after a resume: "
 
 
 @pytest.mark.parametrize(
@@ -139,12 +146,18 @@ class BadState(hvdtrain.Hook):
         ([Wrong("after_step", lambda training: training.log(mine="high"))], "mine is a str, not a number"),
         ([Wrong("after_step", lambda training: training.log(mine=np.ones(3)))], r"mine is of shape \(3,\)"),
         ([Wrong("on_end", lambda training: training.stop("late"))], r"training.stop\(\) in on_end\(\): training is over"),
-        ([BadState()], r"state_dict\(\) of hook BadState gave what is no JSON"),
+        ([WithState({"best": math.nan})], r"state_dict\(\) of hook WithState gave what is no JSON"),
+        ([WithState({"seen": {1, 2}})], r"state_dict\(\) of hook WithState gave what is no JSON"),
+        ([WithState({"n": {0: 1, "0": 2}})], rf"{AFTER_RESUME}state\['n'\] has the key 0, and would have a text"),
+        ([WithState({"log": [1, (2, 3)]})], rf"{AFTER_RESUME}state\['log'\]\[1\] is a tuple, and would be a list"),
+        ([WithState({"n": Counter("a")})], rf"{AFTER_RESUME}state\['n'\] is a Counter, and would be a dict"),
     ],
 )
 def test_what_a_hook_must_not_do(hooks: Any, what: str, tmp_path: Path) -> None:
+    """What a checkpoint would change is an error after the first step."""
     with pytest.raises(UserError, match=what):
         train(tmp_path / "run", "stop.steps=3", hooks=hooks)
+    assert "state_dict" not in what or not (tmp_path / "run/checkpoints").exists() or not any((tmp_path / "run/checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,13 @@ def build(name: str, root: Path | None, split: Split, *, context: int = 256, tok
         what = f"{path.name} is one file, without a validation set"
         raise UserError(what, "data.root", "data.val_share=0.1, or a folder with train.txt and val.txt")
     text = _read(path)
-    tokens, vocabulary = encode(text, path, read_tokenizer(expand(tokenizer, "data.tokenizer")) if tokenizer else None)
+    notes: list[str] = []
+    of_file = read_tokenizer(expand(tokenizer, "data.tokenizer"), notes) if tokenizer else None
+    tokens, vocabulary = encode(text, path, of_file)
     if len(tokens) <= context:
         what = f"{len(tokens)} tokens are no window of data.context={context} and one more"
         raise UserError(what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less")
-    return Windows(tokens, context, vocabulary)
+    return Windows(tokens, context, vocabulary, tuple(notes))
 
 
 def _read(path: Path) -> bytes:
@@ -68,6 +70,7 @@ class Windows:
     tokens: np.ndarray  # uint8, uint16 or uint32 (m,)
     context: int
     vocabulary: int
+    notes: tuple[str, ...] = ()  # lines for the header
     reads_from_memory = True
 
     @property
@@ -111,8 +114,11 @@ def decode(tokens: np.ndarray, tokenizer: Any | None) -> str:
     return str(tokenizer.decode(tokens.tolist()))
 
 
-def read_tokenizer(path: Path) -> Any:
-    """A tokenizer.json. Raises UserError where the package is missing, or the file is absent or damaged."""
+def read_tokenizer(path: Path, notes: list[str] | None = None) -> Any:
+    """A tokenizer.json, which neither truncates nor pads; `notes` gets a line where the file says so.
+
+    Raises UserError where the package is missing, or the file is absent or damaged.
+    """
     try:
         import tokenizers
     except ImportError:
@@ -120,7 +126,15 @@ def read_tokenizer(path: Path) -> Any:
     if not path.is_file():
         raise UserError("no such file", str(path), "data.tokenizer=FILE, a tokenizer.json")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        found = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
         what = f"the tokenizer is damaged or of another kind: {error!s:.200}"
         raise UserError(what, str(path), "restore the file from a copy") from None
+    if asked := [word for word, is_asked in (("truncation", found.truncation), ("padding", found.padding)) if is_asked]:
+        found.no_truncation()
+        found.no_padding()
+        if notes is not None:
+            notes.append(
+                f"{path.name} asks for {' and '.join(asked)}, which a text has no use for: every token of it is read, and no other"
+            )
+    return found
