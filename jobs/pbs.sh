@@ -2,6 +2,7 @@
 # hvdtrain on PBS (OpenPBS, PBS Pro, Torque), from the folder that contains jobs/. qsub passes no arguments to the job, so ARGUMENTS has them:
 #   ARGUMENTS="--config configs/cifar10.yaml data.root=/scratch/data" MAX_TIME=3.9h qsub -v ARGUMENTS,MAX_TIME -l walltime=4:00:00 jobs/pbs.sh
 #   ARGUMENTS="train.py ARGUMENTS" qsub -v ARGUMENTS jobs/pbs.sh              # your own script; $RUN is the folder of its run
+#   ARGUMENTS="train.py ARGUMENTS" bash jobs/pbs.sh --dry-run                 # checks them before the queue; also python train.py, -m pkg.train
 # Before MAX_TIME is over, and after `qsig -s USR2 JOB`, it writes a checkpoint and submits itself again. `qdel` ends it without a checkpoint.
 # This script does not see the options of qsub: for the next submission, write them in QSUB too (QSUB="-q long -l walltime=4:00:00"), or below.
 #PBS -N hvdtrain
@@ -16,6 +17,9 @@
 # -----------------------------------------------------------------------------------------------------
 set -euo pipefail
 
+if [[ ${1:-} == --dry-run ]]; then
+    PBS_JOBID=${PBS_JOBID:-N} PBS_NODEFILE=${PBS_NODEFILE:-NODES}
+fi
 if [[ -z ${PBS_JOBID:-} || -z ${PBS_NODEFILE:-} ]]; then
     echo "pbs.sh: this is no PBS job: PBS_JOBID or PBS_NODEFILE is not set" >&2
     echo "  fix: ARGUMENTS='key=value ...' qsub -v ARGUMENTS jobs/pbs.sh; without PBS: hvdtrain launch -np 4 -- key=value ..." >&2
@@ -39,22 +43,26 @@ export PRTE_MCA_oob_tcp_keepalive_probes=${PRTE_MCA_oob_tcp_keepalive_probes:-3}
 
 read -ra arguments <<<"$ARGUMENTS" || true
 read -ra options <<<"$QSUB" || true
+is_dry=
+[[ ${1:-} != --dry-run ]] || { is_dry=yes && shift; }
 arguments+=("$@")
-is_script=
-[[ ${arguments[0]:-} != *.py ]] || is_script=yes
+source jobs/job-words.sh
+read_words pbs.sh "${arguments[@]}"
+check_words
 for argument in "${arguments[@]}"; do
-    if [[ -z $is_script && $argument == run=* ]]; then
+    if [[ -n $is_hvdtrain && $argument == run=* ]]; then
         echo "pbs.sh: the run folder is RUN=${argument#run=}, not an argument in ARGUMENTS" >&2
         exit 2
     fi
 done
-if [[ -n $is_script && -n $MAX_TIME ]]; then
+if [[ -z $is_hvdtrain && -n $MAX_TIME ]]; then
     echo "pbs.sh: MAX_TIME=$MAX_TIME is for key=value jobs, not for ${arguments[0]}; an own loop has guard.max_time=$MAX_TIME" >&2
     exit 2
 fi
-[[ -n $is_script ]] || arguments=(run="$RUN" "${arguments[@]}")
-[[ -z $MAX_TIME ]] || arguments+=(--max-time "$MAX_TIME")
-"$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- "${arguments[@]}" &
+[[ -z $MAX_TIME ]] || words+=(--max-time "$MAX_TIME")
+start=("$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- "${words[@]}")
+[[ -z $is_dry ]] || dry_run "${start[@]}"
+"${start[@]}" &
 launcher=$!
 trap 'kill -USR2 "$launcher" 2>/dev/null || true' USR1 USR2 TERM # launch passes it on to the ranks
 code=0
@@ -64,7 +72,7 @@ while kill -0 "$launcher" 2>/dev/null; do # a trapped signal ends `wait`, not th
     wait "$launcher" || code=$?
 done
 
-if [[ -z $is_script ]] && ((code == 0)) && ! tail -n 1 "$RUN/events.jsonl" | grep -q '"kind": "end"'; then
+if [[ -n $is_hvdtrain ]] && ((code == 0)) && ! tail -n 1 "$RUN/events.jsonl" | grep -q '"kind": "end"'; then
     echo "pbs.sh: the launcher ended with 0, but the job did not: a node was lost" >&2
     code=84
 fi

@@ -16,7 +16,9 @@ import sys
 import submitit
 
 import hvdtrain
-from hvdtrain.errors import REQUEUE
+from hvdtrain.config.plugins import check_names
+from hvdtrain.config.read import configure
+from hvdtrain.errors import REQUEUE, UserError
 
 
 def train(config: str | None, arguments: list[str]) -> dict[str, float]:
@@ -42,6 +44,10 @@ def main() -> None:
     parser.add_argument("--config")
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="run=DIR among them")
     options = parser.parse_args()
+    try:
+        check_names(configure(options.config, options.arguments))  # before the queue
+    except UserError as error:
+        sys.exit(f"submitit_job.py: {error}")
     executor = submitit.AutoExecutor(folder=options.logs, cluster=options.cluster)
     executor.update_parameters(
         nodes=options.nodes,

@@ -28,12 +28,21 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
-def run(script: Path, *arguments: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A script without the variables of a batch system but for these; programs of `path` come first."""
+def run(script: Path, *arguments: str, path: Path | None = None, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script without the variables of a batch system but for these, in a folder; programs of `path` come first."""
     batch = ("SLURM_", "PBS_", "CONTAINER", "PYTHON", "RUN", "CUDA_VISIBLE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(batch)} | variables
     env["PATH"] = f"{path or '/nowhere'}:/usr/bin:/bin"
-    return subprocess.run(["bash", str(script), *arguments], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(["bash", str(script), *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def in_folder(folder: Path) -> Path:
+    """A clone's jobs/ beside a script and a module of a user."""
+    (folder / "jobs").symlink_to(JOBS)
+    (folder / "train.py").touch()
+    (folder / "mine").mkdir()
+    (folder / "mine" / "train.py").touch()
+    return folder
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "apptainer.sbatch", "elastic.sbatch", "pbs.sh"])
@@ -63,32 +72,47 @@ STARTED = 'echo "$RUN: $*"'
     ("arguments", "started"),
     [
         (["epochs=1"], "-m hvdtrain run=runs/slurm-7 epochs=1"),
+        (["hvdtrain", "check", "epochs=1"], "-m hvdtrain check run=runs/slurm-7 epochs=1"),
+        (["python", "-m", "hvdtrain", "epochs=1"], "-m hvdtrain run=runs/slurm-7 epochs=1"),
         (["train.py", "--lr", "0 .1"], "train.py --lr 0 .1"),
+        (["python3", "train.py", "a=1"], "train.py a=1"),
+        (["-m", "mine.train", "a=1"], "-m mine.train a=1"),
+        (["python", "-m", "mine.train"], "-m mine.train"),
         ([], "-m hvdtrain run=runs/slurm-7"),
     ],
 )
 def test_slurm_starts_a_job_or_a_script(tmp_path: Path, arguments: list[str], started: str) -> None:
     program(tmp_path / "srun", STARTED)
+    program(tmp_path / "py", "")
+    in_folder(tmp_path)
     job = {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": "py"}
-    done = run(JOBS / "slurm.sbatch", *arguments, path=tmp_path, **job)
+    done = run(JOBS / "slurm.sbatch", *arguments, path=tmp_path, folder=tmp_path, **job)
     assert (done.returncode, done.stdout) == (
         0,
         f"runs/slurm-7: --mpi=none --kill-on-bad-exit=0 --wait=30 --label {WRAPPER} py {started}\n",
     ), done
     image = tmp_path / "i.sif"
     image.touch()
-    done = run(JOBS / "apptainer.sbatch", *arguments, path=tmp_path, **job, CONTAINER=str(image))
+    done = run(JOBS / "apptainer.sbatch", *arguments, path=tmp_path, folder=tmp_path, **job, CONTAINER=str(image))
     assert done.stdout.endswith(f" {WRAPPER} python {started}\n"), done
 
 
 @pytest.mark.parametrize(
     ("arguments", "started"),
-    [("epochs=1 --x", "run=runs/NAME epochs=1 --x"), ("train.py --lr 1", "train.py --lr 1"), ("", "run=runs/NAME")],
+    [
+        ("epochs=1 --x", "run=runs/NAME epochs=1 --x"),
+        ("check epochs=1", "check run=runs/NAME epochs=1"),
+        ("train.py --lr 1", "train.py --lr 1"),
+        ("python train.py --lr 1", "python train.py --lr 1"),
+        ("-m mine.train", "-m mine.train"),
+        ("", "run=runs/NAME"),
+    ],
 )
 def test_elastic_and_pbs_start_a_job_or_a_script(tmp_path: Path, arguments: str, started: str) -> None:
-    python = program(tmp_path / "python", STARTED)
+    python = program(tmp_path / "python", f"[ $1 = -c ] || {STARTED}")
+    in_folder(tmp_path)
     job = {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": python, "GROW": "0"}
-    done = run(JOBS / "elastic.sbatch", *arguments.split(), path=tmp_path, **job)
+    done = run(JOBS / "elastic.sbatch", *arguments.split(), path=tmp_path, folder=tmp_path, **job)
     assert done.returncode == 0 and done.stdout.startswith("runs/slurm-7: -m hvdtrain launch --elastic --min 1 "), done
     assert done.stdout.endswith(f"/jobs/slurm-hosts.sh -- {started.replace('NAME', 'slurm-7')}\n"), done
     (tmp_path / "runs/pbs-7").mkdir(parents=True)
@@ -99,7 +123,29 @@ def test_elastic_and_pbs_start_a_job_or_a_script(tmp_path: Path, arguments: str,
     assert (done.returncode, done.stdout) == (0, wanted), done
 
 
+@pytest.mark.parametrize("name", ["slurm.sbatch", "elastic.sbatch", "pbs.sh"])
+def test_words_are_checked_before_the_queue(tmp_path: Path, name: str) -> None:
+    """bash jobs/NAME --dry-run: prints the command, or what is wrong with the words."""
+    in_folder(tmp_path)
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+
+    def dry(words: str) -> tuple[int, str, str]:
+        given = [] if name == "pbs.sh" else words.split()
+        done = run(tmp_path / "jobs" / name, "--dry-run", *given, folder=tmp_path, **variables, ARGUMENTS=words)
+        return done.returncode, done.stdout, done.stderr
+
+    code, line, _ = dry("train.py --lr 1")
+    assert code == 0 and line.endswith(" train.py --lr 1 \n") and not list(tmp_path.glob("runs*"))
+    assert dry("-m mine.train a=1")[0] == dry("check epochs=1")[0] == 0
+    assert dry("python none.py") == (2, "", f"{name}: there is no script none.py in {tmp_path}\n")
+    assert dry("-m mine.none") == (2, "", f"{name}: {sys.executable} in {tmp_path} finds no module mine.none\n")
+    assert dry("trian a=1")[2].startswith(f"{name}: there is no program trian on ")
+    code, line, error = dry("epohcs=1")
+    assert (code, line) == (2, "") and "no such key: epohcs" in error and "did you mean epochs?" in error
+
+
 def test_a_time_limit_of_pbs_is_no_argument_of_a_script(tmp_path: Path) -> None:
+    in_folder(tmp_path)
     job = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/dev/null", "MAX_TIME": "3h"}
     done = run(JOBS / "pbs.sh", **job, ARGUMENTS="train.py epochs=1")
     wanted = "pbs.sh: MAX_TIME=3h is for key=value jobs, not for train.py; an own loop has guard.max_time=3h\n"
@@ -108,13 +154,15 @@ def test_a_time_limit_of_pbs_is_no_argument_of_a_script(tmp_path: Path) -> None:
 
 def test_the_wrapper_must_be_where_the_job_was_submitted(tmp_path: Path) -> None:
     done = run(JOBS / "slurm.sbatch", SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))
-    wanted = f"slurm.sbatch: no program {tmp_path}/jobs/srun-wrapper.sh; submit from the folder that contains jobs/, or set WRAPPER=\n"
+    wanted = (
+        f"slurm.sbatch: no program {tmp_path}/jobs/srun-wrapper.sh or no jobs/job-words.sh; submit from the folder that contains jobs/\n"
+    )
     assert (done.returncode, done.stderr) == (2, wanted)
 
 
 def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
     """It looks in RUN for the end of the job: with run= among the words every end would look like a lost node."""
-    job = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/dev/null"}
+    job = {"PBS_O_WORKDIR": str(in_folder(tmp_path)), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/dev/null"}
     done = run(JOBS / "pbs.sh", **job, ARGUMENTS="epochs=1 run=mine")
     assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not an argument in ARGUMENTS\n")
 

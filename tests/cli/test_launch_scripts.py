@@ -177,6 +177,23 @@ def run_launch(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
         return process.returncode, out, err.partition("\n")[2]
 
 
+READ = [
+    (["python", "-m", "pkg.train", "a"], ("module", "pkg.train", "a")),
+    (["-m", "pkg.train", "a"], ("module", "pkg.train", "a")),
+    (["python3", "x.py", "a"], ("script", "x.py", "a")),
+    (["python", "-m", "hvdtrain", "epochs=1"], ("hvdtrain", "epochs=1")),
+    (["hvdtrain", "check", "epochs=1"], ("hvdtrain", "check", "epochs=1")),
+    (["python", "-c", "pass"], ("program", "python", "-c", "pass")),
+    (["hvdtrain"], ("program", "hvdtrain")),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), READ)
+def test_words_as_after_mpirun(words: list[str], expected: tuple[str, ...]) -> None:
+    program = read_program(words, ["-np"])
+    assert (program.kind, *program.words) == expected
+
+
 def variables_of_torch(place: Placement, environ: dict[str, str], hosts: str | None, port: str | None = "21000") -> dict[str, str]:
     set_torch_variables(place, environ, hosts, port)
     return environ

@@ -50,11 +50,12 @@ class Program(NamedTuple):
 def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
     """Raises UserError for an option of launch among the words of a job, and for a command of hvdtrain that does not run on ranks."""
     first = words[0] if words else ""
-    if first in _PYTHONS and len(words) > 1:  # as one writes it after horovodrun or mpirun
-        if _is_script(words[1]):
-            return Program("script", tuple(words[1:]))
-        if words[1] == "-m" and len(words) > 2:
-            return Program("module", tuple(words[2:]))
+    if first in _PYTHONS and len(words) > 1 and (_is_script(words[1]) or words[1] == "-m"):  # as one writes it after horovodrun or mpirun
+        return read_program(words[1:], own_options)
+    if first == "-m" and len(words) > 1 and words[1] != "hvdtrain":
+        return Program("module", tuple(words[1:]))
+    if first in ("-m", "hvdtrain") and len(words) > 1:
+        return read_program(words[1 + (first == "-m") :], own_options)
     if _is_script(first):
         return Program("script", tuple(words))
     if not first or first.startswith("-") or "=" in first or first in _JOBS:
