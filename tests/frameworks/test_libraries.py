@@ -18,7 +18,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.downloads import download_first
+from hvdtrain.frameworks.torch.foreign.downloads import download_first
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 1), np.uint8)
 DATA = {"x": IMAGES, "y": np.arange(12) % 10}
@@ -88,6 +88,9 @@ def test_the_hub_is_offline_while_a_model_is_built(tmp_path: Path, monkeypatch: 
             "downloads from the",
             "model.download=true",
         ),
+        (["model.name=timm:local-dir:{}"], "timm has no model local-dir:", "model.name=timm:NAME model.weights=FOLDER/"),
+        ([*NET, "model.pretrained_cfg={{url: 'file:///x'}}"], "names files or addresses", "model.weights=FILE"),
+        ([*NET, "model.checkpoint_path=/x.pth"], "model.checkpoint_path=/x.pth names files or addresses", "model.weights=FILE"),
         (["model.name=timm:hf_hub:nobody/{}"], "downloads from the Hugging Face Hub", "model.download=true"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import hvdtrain
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.libraries.transformers import model_of
 from hvdtrain.training.pretrained import read_weights
 
 define_missing_operators()  # transformers imports torchvision
@@ -201,7 +204,7 @@ def test_options_and_what_is_no_model(tmp_path: Path) -> None:
             r"transformers refuses .*'hidden_dropout_prob' with .*'0.5x'",
         ),
         ([f"model.name=transformers:{tmp_path / 'none'}"], "there is no .*none/config.json"),
-        ([f"model.name=transformers:{tmp_path / 'code'}"], "transformers does not read"),
+        ([f"model.name=transformers:{tmp_path / 'code'}"], "transformers does not read .*code/config.json: .*model type `x`"),
         (["model.name=transformers:AutoModelForImageClassification"], "needs the folder of its configuration"),
         (["model.name=transformers:AutoModelForImageClassification", f"model.config={folder}"], "does not make AutoModelForImageClass"),
         (["model.name=transformers:BertTokenizer", f"model.config={folder}"], "BertTokenizer"),
@@ -209,3 +212,95 @@ def test_options_and_what_is_no_model(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=what):
             train(tmp_path / "wrong", words, data)
+
+
+VIT = {
+    "model_type": "vit",
+    "architectures": ["ViTForImageClassification"],
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 16,
+    "patch_size": 8,
+}
+WRONG = {"negative": -3, "huge": 10**9, "beyond": 10**30, "text": "x", "null": None, "list": ["x"], "dict": {"a": 1}}
+TIMM = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperForImageClassification"]}
+OF_CODE = "names the class"
+FETCHES = "would fetch a kernel"
+CONFIGS: list[tuple[Any, str]] = [
+    *(({**VIT, key: value}, "") for key in VIT if key[-1] != "s" or key.startswith("num") for value in WRONG.values()),
+    *(
+        ({**VIT, "architectures": [name]}, OF_CODE)
+        for name in ("os", "__name__", "BertTokenizer", "pipeline", "AutoModel", "PreTrainedModel", 3, {})
+    ),
+    *(({**VIT, "architectures": names}, OF_CODE) for names in (None, [], "ViTModel", {"a": 1})),
+    *(({**VIT, "architectures": [name]}, "does not make") for name in ("LlamaForCausalLM", "GPT2LMHeadModel")),
+    *(({**VIT, key: "evil/kernel"}, FETCHES) for key in ("_attn_implementation", "attn_implementation", "experts_implementation")),
+    ({**VIT, "attn_implementation": {"": "evil/kernel"}}, FETCHES),
+    ({**VIT, "attn_implementation": "none"}, "does not make"),
+    ({**VIT, "quantization_config": {"quant_method": "x"}}, "is of quantized weights"),
+    ({**VIT, "hidden_act": "os.system"}, "does not make"),
+    ({**VIT, "torch_dtype": "os"}, "does not read"),
+    ({**VIT, "id2label": [1]}, "does not read"),
+    ({**VIT, "id2label": {"x": "y"}}, "does not read"),
+    ({**VIT, "num_labels": 10**9}, "num_labels=1000000000 is more than"),
+    ({**VIT, "num_hidden_layers": 10_000, "num_attention_heads": 1, "hidden_size": 2**20}, "more than the .* GiB of memory"),
+    ({**VIT, "hidden_size": 2**40, "num_attention_heads": 1}, ""),
+    ({**VIT, "initializer_range": -1.0}, "does not make"),
+    ({**VIT, "initializer_range": float("nan")}, "does not make"),
+    ({**TIMM, "architecture": "local-dir:/etc"}, "is not the name of a model of timm"),
+    ({**TIMM, "architecture": "hf-hub:evil/x"}, "is not the name of a model of timm"),
+    ({**TIMM, "architecture": "resnet18", "model_args": {"checkpoint_path": "/etc/passwd"}}, "names a file or weights"),
+    ({"model_type": "timm_backbone", "backbone": "hf_hub:evil/x"}, "is not the name of a model of timm"),
+    ({"model_type": "detr", "backbone": "evil/x"}, "is not the name of a model of timm"),
+    ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": 3}, ""),
+    ({"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {"hidden_size": "x"}}, ""),
+    ({"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 10**12}, "more than the .* GiB of memory"),
+    *(({"model_type": kind}, "does not read") for kind in ("nope", 3, None, ["vit"])),
+    *((tree, "is not a configuration of a model") for tree in ([1], "x", None, 3, {"x": json.loads("[" * 60 + "]" * 60)})),
+    *(
+        (text, "is not a configuration of a model")
+        for text in (b"", b"{", b'{"a": "\xff"}', b"[" * 100_000, b'{"a": 1, "a": 2}', b"\0" * 99)
+    ),
+]
+
+
+def test_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    """One message with its file, whatever it says; nothing is allocated, fetched or imported for it."""
+    file = tmp_path / "config.json"
+    for tree, what in CONFIGS:
+        file.write_bytes(tree if isinstance(tree, bytes) else json.dumps(tree).encode())
+        with pytest.raises(UserError, match=what or "config.json") as caught:
+            model_of(str(tmp_path), "model.name")(outputs=10, shape=(16, 16, 3))
+            pytest.fail(f"read {file.read_bytes()[:300]!r}")
+        assert str(file) in caught.value.what and "Traceback" not in caught.value.what, caught.value
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="config.json: a pipe, not a file"):
+        model_of(str(tmp_path), "model.name")()
+
+
+def test_code_of_a_folder_does_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto_map at any depth: a line says that it is ignored, and a class that only it has is not found."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    named = {"AutoModelForImageClassification": "evil.X", "AutoModelForCausalLM": "evil.X", "AutoConfig": "evil.X", "AutoModel": "evil.X"}
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    tower = {**VIT, "auto_map": named}
+    for tree in (
+        tower,
+        {"model_type": "vision-text-dual-encoder", "architectures": ["VisionTextDualEncoderModel"], "vision_config": tower},
+    ):
+        more = {
+            "text_config": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "auto_map": named}
+        }
+        (tmp_path / "config.json").write_text(json.dumps({**tree, **(more if tree is not tower else {})}))
+        with pytest.warns(UserWarning, match="auto_map names code of the folder or of a hub, which does not run"):
+            model_of(str(tmp_path), "model.name")(outputs=10, shape=(16, 16, 3))
+    (tmp_path / "config.json").write_text(json.dumps(tower))
+    with pytest.warns(UserWarning, match="auto_map"), pytest.raises(UserError, match="does not make AutoModelForCausalLM"):
+        model_of("AutoModelForCausalLM", "model.name")(config=str(tmp_path))
+    for options, what in (({"auto_map": named}, "auto_map names code"), ({"attn_implementation": "evil/x"}, FETCHES)):
+        with pytest.raises(UserError, match=what):
+            model_of("ViTModel", "model.name")(config=str(tmp_path), **options)
+    assert not (tmp_path / "ran").exists()

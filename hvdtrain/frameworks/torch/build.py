@@ -23,7 +23,7 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_freed_memory, pick_device, return_large_memory
-from hvdtrain.frameworks.torch.downloads import download_first
+from hvdtrain.frameworks.torch.foreign.downloads import download_first
 from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.model import build_model, check_first_samples, check_outputs, checked_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise

@@ -24,7 +24,7 @@ from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
 from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
-from hvdtrain.frameworks.torch.downloads import watched
+from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
+import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +18,10 @@ import torch
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.import_torchvision import define_missing_operators
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, nearest, short
+from hvdtrain.frameworks.torch.foreign.config_json import check_options, read_config
+from hvdtrain.frameworks.torch.foreign.counted import TooLarge, made_within_limits
+from hvdtrain.frameworks.torch.foreign.downloads import is_download
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
@@ -25,7 +32,7 @@ def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
     """
     transformers = _load(where)
     kind = getattr(transformers, name, None) if name.isidentifier() else None
-    if kind is not None and not isinstance(kind, type):
+    if kind is not None and not _is_of_models(transformers, kind) and not _finds_models(transformers, kind):
         raise UserError(
             f"transformers.{short(name)} is no class of models", where, "transformers:AutoModelForImageClassification, or a folder"
         )
@@ -54,63 +61,114 @@ def _load(where: str) -> Any:
 
 def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], options: Mapping[str, Any], where: str) -> Any:
     """That of a folder, with these options in place of its own, and sizes where the options say nothing and it has such a key."""
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         what = f"there is no {folder / 'config.json'}"
         raise UserError(what, where, "a folder of save_pretrained(), or what `hf download OWNER/NAME --local-dir FOLDER` has made")
-    read = transformers.AutoConfig.from_pretrained
-    try:
-        own = read(folder, local_files_only=True, trust_remote_code=False)
+    check_options(options, where)
+    tree, code = read_config(folder / "config.json", where)
+    with _copy_of(tree) as copy, _wrong(copy, folder, where):
+        own = _read(transformers, copy, {})
         if unknown := next((option for option in options if option not in own.to_dict() and option != "num_labels"), None):
             raise UserError(
                 f"{own.model_type} of transformers has no option {short(unknown)}", where, nearest(unknown, list(own.to_dict()))
             )
         wanted = {key: size for key, size in sizes.items() if hasattr(own, key)} | dict(options)
         labels = wanted.pop("num_labels", own.num_labels)
-        found = read(folder, local_files_only=True, trust_remote_code=False, **wanted)
-    except Exception as error:
-        _refuse_value(error, where)
-        if not isinstance(error, (ValueError, TypeError, OSError, KeyError)):
-            raise
-        raise UserError(
-            f"transformers does not read {folder}: {error}".partition("\n")[0], where, "a configuration of the library's own models"
-        ) from error
-    if getattr(found, "quantization_config", None) is not None:
-        raise UserError(
-            f"{folder} is of quantized weights, which are not trained", where, "the folder of the model before it was quantized"
-        )
-    found.dtype = torch.get_default_dtype()  # the job's number type comes later: first weights are not rounded before
-    if labels != found.num_labels:
-        found.num_labels = labels  # makes names of classes, too
+        found = _read(transformers, copy, wanted)
+        found.name_or_path = str(folder)
+        found.dtype = torch.get_default_dtype()  # the job's number type comes later: first weights are not rounded before
+        if labels != found.num_labels:
+            found.num_labels = labels  # makes names of classes, too
+    if code:
+        warnings.warn(f"{folder / 'config.json'}: {', '.join(code)} names code of the folder or of a hub, which does not run", stacklevel=2)
     return found
 
 
-def _refuse_value(error: Exception, where: str) -> None:
+@contextlib.contextmanager
+def _copy_of(tree: Mapping[str, Any]) -> Iterator[str]:
+    """A folder with this config.json alone: the library reads nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(tree))
+        yield folder
+
+
+def _read(transformers: Any, folder: str, options: Mapping[str, Any]) -> Any:
+    """A configuration of the library's own. Its warnings are for those who made the folder."""
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+
+
+@contextlib.contextmanager
+def _wrong(copy: str, folder: Path, where: str) -> Iterator[None]:
+    """What the library raises inside is a UserError with its words; not where the memory is full."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or exit_code_of(error) != BUG:
+            raise
+        _refuse_value(error, folder, where)
+        what = f"transformers does not read {folder / 'config.json'}: {first_line(error).replace(copy, str(folder))}"
+        raise UserError(what, where, "a configuration of the library's own models") from error
+
+
+def _refuse_value(error: Exception, folder: Path, where: str) -> None:
     """Raises UserError for a value that a key of a configuration does not take: of huggingface_hub, where transformers has it."""
     if any(kind.__name__ == "StrictDataclassFieldValidationError" for kind in type(error).__mro__):
         what = str(error.__cause__ or error).partition(". Errors:")[0].partition("\n")[0]
-        raise UserError(f"transformers refuses the configuration: {what}", where, "a value of that type") from error
+        raise UserError(f"transformers refuses {folder / 'config.json'}: {what}", where, "a value of that type") from error
+
+
+def _is_of_models(transformers: Any, kind: Any) -> bool:
+    """Whether it is a class of the library's own models."""
+    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind is not transformers.PreTrainedModel
+
+
+def _finds_models(transformers: Any, kind: Any) -> bool:
+    """Whether it is one of the classes that find the model's: AutoModelForImageClassification."""
+    return isinstance(kind, type) and issubclass(kind, transformers.models.auto.auto_factory._BaseAutoModelClass)
 
 
 def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
     """The class that has written the folder."""
-    named = (config.architectures or ["none"])[0]
-    kind = getattr(transformers, named, None)
-    if kind is None:
-        what = f"{folder / 'config.json'} names the class {short(named)}, which transformers {transformers.__version__} does not have"
+    names = config.architectures if isinstance(config.architectures, list) else []
+    named = str(names[0]) if names else "none"
+    kind = getattr(transformers, named, None) if named.isidentifier() else None
+    if kind is None or not _is_of_models(transformers, kind):
+        lacks = "does not have" if kind is None else "does not have as a model"
+        what = f"{folder / 'config.json'} names the class {short(named)}, which transformers {transformers.__version__} {lacks}"
         raise UserError(what, where, f"model.name=transformers:CLASS model.config={folder}: AutoModelForImageClassification, ...")
     return kind
 
 
 def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Module:
-    make = kind.from_config if hasattr(kind, "from_config") else kind
+    def make() -> torch.nn.Module:
+        model: torch.nn.Module = kind.from_config(config, trust_remote_code=False) if hasattr(kind, "from_config") else kind(config)
+        return model
+
+    what = f"transformers does not make {kind.__name__} of {config.name_or_path}/config.json, a {type(config).__name__}"
     try:
-        model: torch.nn.Module = make(config)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
-        what = f"transformers does not make {kind.__name__} of a {type(config).__name__}: {error}".partition("\n")[0]
-        raise UserError(what, where, "a class that fits the configuration, or other options of `model`") from error
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise UserError(f"transformers.{kind.__name__} is no class of models", where, "AutoModelForImageClassification, or another one")
-    return model
+        with _never_asking():
+            return made_within_limits(make)
+    except TooLarge as error:
+        raise UserError(
+            f"{kind.__name__} of {config.name_or_path}/config.json has {error}", where, "a smaller model, or shard.stage=3"
+        ) from None
+    except Exception as error:
+        if isinstance(error, UserError) or exit_code_of(error) != BUG or is_download(error):
+            raise
+        fix = "a class that fits the configuration, or other options of `model`"
+        raise UserError(f"{what}: {type(error).__name__}: {first_line(error)}", where, fix) from error
+
+
+@contextlib.contextmanager
+def _never_asking() -> Iterator[None]:
+    """Inside, the library does not ask on the terminal whether code of a folder may run; it raises an error."""
+    code: Any = importlib.import_module("transformers.dynamic_module_utils")
+    before = code.TIME_OUT_REMOTE_CODE
+    code.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        code.TIME_OUT_REMOTE_CODE = before
 
 
 def without_past(model: torch.nn.Module) -> None:
@@ -134,7 +192,7 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
     tensors = _tensors(found)
     widest = max((t.dtype for t in tensors.values() if t.is_floating_point()), key=lambda dtype: dtype.itemsize, default=torch.float32)
     try:
-        with _quiet(transformers), torch.random.fork_rng(devices=[]):  # it draws what is missing
+        with _quiet(transformers), _never_asking(), torch.random.fork_rng(devices=[]):  # it draws what is missing
             fresh, told = kind.from_pretrained(
                 None,
                 config=model.config,

@@ -51,8 +51,7 @@ def watched(config: Config) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub without a network
-        if not any(type(cause).__name__ in known for cause in _causes(error)):
+        if not is_download(error, may):
             raise
         if may:
             what = f"{config.model.name} cannot download: {short(str(error))}"
@@ -60,6 +59,12 @@ def watched(config: Config) -> Iterator[None]:
         raise _refusal(config, "downloads from the Hugging Face Hub") from error
     finally:
         _WITHOUT_DOWNLOADS.reset(token)
+
+
+def is_download(error: BaseException, may: bool = False) -> bool:
+    """Whether a library failed because it could not download: where it was offline, or where it may, without a network."""
+    known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub
+    return any(type(cause).__name__ in known for cause in _causes(error))
 
 
 def download_first(config: Config, communicator: Communicator, build: Callable[[], object]) -> None:
