@@ -3,9 +3,11 @@
     python tests/support/combinations.py docs/combinations.md                          runs every pair that is not refused; writes the page
     python tests/support/combinations.py docs/combinations.md --results FILE --for-s 500     as many as that time allows; again: the rest
     python tests/support/combinations.py --jobs-only "comm.local_steps=2 + optim.ema=0.8"    these pairs, with their commands
+    python tests/support/combinations.py --framework jax --results FILE                all pairs with framework=jax, or keras; no page
 
 Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one process to 1e-12. Where another number
-is right by definition, `bound_of()` and `HAS_NO_TWIN` say which.
+is right by definition, `bound_of()` and `HAS_NO_TWIN` say which. Each job is also resumed from its middle: half of the pairs begin on the
+ranks and end on one process, the others begin on one process; those without one process to compare with are resumed on their ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +40,7 @@ COMMON = (
     "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 log.every_steps=2 guard.equal_steps=2 "
     "checkpoint.every_minutes=null checkpoint.every_steps=2 checkpoint.keep_last=99 comm.bucket_mb=0.001"
 )
+PER_DAY = 24  # pairs that the tests run: each takes about two seconds of a core
 STOPPED = 2  # steps after which a job is resumed elsewhere
 SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
 IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
@@ -51,16 +56,18 @@ MODELS = {  # the first one that has what both features need
     "labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels model.name=mlp model.widths=[10,8,6]",
     "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks model.name=example_objects:Pixels",
     "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
+    "keras": f"{IMAGES} model.name=example_objects:keras_model",
     "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields model.name=example_objects:Both",
     "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 norm.kind=ghost norm.ghost=3",
 }
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear")
-OF_IMAGES = (*OF_CLASSES, "labels", "masks")
+OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras")
 OF_TOKENS = ("gpt", "pixels", "sequences")
 CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers", "labels", "sequences")
 WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "pixels", "numbers", "labels", "sequences", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
+    "framework=keras": ("keras",),
     "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet", "labels"),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
@@ -169,12 +176,12 @@ def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
     """One process; where a feature makes other numbers, the ranks without the other feature, if that one changes no number."""
     if rounds_much(pair) or by_rank(pair):
         return None
-    makes_others = [example for example in pair if example.keys & HAS_NO_TWIN.keys()]
+    makes_others = [example for example in pair.both if example.keys & HAS_NO_TWIN.keys()]
     if not makes_others:
         return job._replace(place=ONE)
-    others = [example for example in pair if example not in makes_others]
+    others = [example for example in pair.both if example not in makes_others]
     if len(others) == 1 and all(key.startswith(SAME_NUMBERS) for key in smaller(others[0].words)):
-        return job_of(pair, model, makes_others[0].words)
+        return job_of(pair, model, joined(pair.more, makes_others[0].words))
     return None
 
 
@@ -261,7 +268,7 @@ class Runner:
         command = part.command()
         instead = run_with_ulfm(part) if needs_ulfm(part) else run_part(part, LIMIT_S)
         if instead is not None:
-            is_known = instead.kind == "refused" and all(names(instead.why, example.keys) for example in planned.pair)
+            is_known = instead.kind == "refused" and all(names(instead.why, example.keys) for example in planned.pair.both)
             return Found("refused" if is_known else "failed", instead.why, job=command)
         if planned.twin is None:
             reasons = [why for key, why in HAS_NO_TWIN.items() if key in planned.pair.words]
@@ -347,18 +354,20 @@ SIGNS = {
     "runs": "r",
     "refused": "x",
     "no model": "-",
+    "once": "o",
     "failed": "!",
     "not run": "?",
     "same key": ".",
 }
 MEANINGS = {
-    "equal": "runs, with the weights of one process to 1e-12 (muon: 1e-8)",
+    "equal": "runs, and is resumed from its middle on another world, with the weights of one process to 1e-12 (muon: 1e-8)",
     "close": "runs, with those of one process but for what 16 bits round",
     "alike": "runs, with the weights of the same ranks without the other feature, which changes no number; one process has others",
     "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, Adasum is no mean, ghost batches "
     "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 bits round",
     "refused": "refused, with both keys in the message",
-    "no model": "no model of hvdtrain has what both need",
+    "no model": "no model of the tool has what both need",
+    "once": "runs as one of the above in an earlier version; has not been resumed from its middle yet",
     "failed": "differs, or ends with an error",
     "not run": "not run yet",
     "same key": "two values of one key, or of what one key has",
@@ -367,9 +376,9 @@ MEANINGS = {
 
 def page(results: dict[str, Found]) -> str:
     """The matrix and the reasons, as Markdown."""
-    kinds = {name: _kind(name, found) for name, found in results.items()}
+    kinds = {name: kind_of(name, found) for name, found in results.items()}
     counts = Counter(kinds.values())
-    running = sum(counts[kind] for kind in ("equal", "close", "alike", "runs"))
+    running = sum(counts[kind] for kind in (*RUNNING, "once"))
     later = f", {counts['not run']} have not run yet" * (counts["not run"] > 0)
     lines = [
         "# What goes together",
@@ -379,6 +388,7 @@ def page(results: dict[str, Found]) -> str:
         f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
         "All ranks are on one host, on which `shard.group=node` has one group.",
+        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, all of them in turn; `HVDTRAIN_TEST_DAY=2026-11-28` chooses the day.",
         "",
         "| sign | pairs | |",
         "|---|---|---|",
@@ -401,9 +411,39 @@ def page(results: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
-def _kind(name: str, found: Found) -> str:
+RUNNING = ("equal", "close", "alike", "runs")  # and resumed
+
+
+def kind_of(name: str, found: Found) -> str:
+    """The kind for the page."""
+    if found.kind in RUNNING and not found.resumed:
+        return "once"
     in_16_bits = any(f"{key}={kind}" in name for key in IN_16_BITS for kind in ("fp16", "bf16"))
     return "close" if found.kind == "equal" and in_16_bits else found.kind
+
+
+def signs_of(text: str) -> dict[str, str]:
+    """Pair -> its sign in the matrix of the page."""
+    rows = re.findall(r"^ *\d+  (.+?)  +(\S+)$", text.partition("```text")[2].partition("```")[0], re.MULTILINE)
+    assert [words for words, _ in rows] == [example.words for example in EXAMPLES[1:]]
+    of_row = {words: dict(zip((example.words for example in EXAMPLES), signs, strict=False)) for words, signs in rows}
+    signs = {f"{one} + {other}": sign for other, row in of_row.items() for one, sign in row.items()}
+    return {name: sign for name, sign in signs.items() if sign != SIGNS["same key"]}
+
+
+def pairs_of_day(day: date, page_text: str) -> list[Pair]:
+    """The pairs that the tests run on a day, at most PER_DAY: on two ranks of MPI, not compiled, and resumed when the page was written.
+
+    A pair has a day of the month, by its name. Where a day has too many pairs, each month takes some of them: all have run after as many
+    months as the most crowded day needs.
+    """
+    known = [SIGNS[kind] for kind in RUNNING]
+    names = [name for name, sign in signs_of(page_text).items() if sign in known and 1 + zlib.crc32(name.encode()) % 31 == day.day]
+    pairs = {pair.name: pair for pair in all_pairs()}
+    quick = [pairs[name] for name in names if not any(word in name for word in ("speed.compile", "framework=jax"))]
+    on_two = [pair for pair in quick if isinstance(planned := plan(pair), Planned) and planned.job.place[:2] == ("mpi", 2)]
+    months = -(-len(on_two) // PER_DAY) or 1
+    return on_two[(12 * day.year + day.month) % months :: months]
 
 
 def _matrix(kinds: dict[str, str]) -> Iterator[str]:
@@ -438,10 +478,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, nargs="?", help="docs/combinations.md")
     parser.add_argument("--jobs-only", nargs="+", metavar="PAIR", help="these pairs, and no page: 'comm.local_steps=2 + optim.ema=0.8'")
+    parser.add_argument("--framework", choices=("jax", "keras"), help="all pairs with this framework, and no page")
     parser.add_argument("--results", type=Path, help="a file of results, to which those of more pairs are added")
     parser.add_argument("--for-s", type=float, default=float("inf"), help="after these seconds no job begins")
     args = parser.parse_args()
-    pairs = {pair.name: pair for pair in all_pairs()}
+    pairs = {pair.name: pair for pair in all_pairs(f"framework={args.framework}" if args.framework else "")}
     if unknown := [name for name in args.jobs_only or () if name not in pairs]:
         parser.error(f"no pair: {unknown[0]}; known are, as examples: {', '.join(list(pairs)[:3])}")
     results = {} if args.jobs_only else read_results(args.results)
@@ -455,7 +496,7 @@ def main() -> int:
                 print(shown(pair.name, found), flush=True)
     end_all()
     print(f"{len(results)} of {len(args.jobs_only or pairs)} pairs: {dict(Counter(found.kind for found in results.values()))}")
-    if args.page and not args.jobs_only:
+    if args.page and not args.jobs_only and not args.framework:
         args.page.write_text(page({name: results.get(name, Found("not run")) for name in pairs}))
     return int(any(found.kind == "failed" for found in results.values()))
 

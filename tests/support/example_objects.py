@@ -66,6 +66,14 @@ class Both(nn.Module):
         return found
 
 
+def keras_model() -> Any:
+    import keras
+
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)]
+    return keras.Sequential([keras.layers.Input((SIDE, SIDE, 1)), *layers])
+
+
 class Pixels(nn.Module):
     """Scores of the classes of each pixel (n, classes, H, W)."""
 

@@ -38,14 +38,19 @@ EXAMPLES = [  # but for Keras, whose ranks need packages of their own
 class Pair(NamedTuple):
     one: Example
     other: Example
+    more: str = ""  # words of both, and of what they are compared with: framework=jax
+
+    @property
+    def both(self) -> tuple[Example, Example]:
+        return self.one, self.other
 
     @property
     def words(self) -> str:
-        return joined(self.one.words, self.other.words)
+        return joined(self.more, self.one.words, self.other.words)
 
     @property
     def name(self) -> str:
-        return f"{self.one.words} + {self.other.words}"
+        return " + ".join(filter(None, (self.one.words, self.other.words, self.more)))
 
 
 def assigned(words: str) -> dict[str, str]:
@@ -62,9 +67,10 @@ def reverse(words: str) -> str:
     return " ".join(reversed(words.split()))
 
 
-def all_pairs() -> list[Pair]:
-    """Every two examples that do not give one key two values."""
-    pairs = [Pair(one, other) for one, other in itertools.combinations(EXAMPLES, 2)]
+def all_pairs(more: str = "") -> list[Pair]:
+    """Every two examples that do not give one key two values, with these words."""
+    examples = [example for example in EXAMPLES if not assigned(more).keys() & example.keys]
+    pairs = [Pair(one, other, more) for one, other in itertools.combinations(examples, 2)]
     return [pair for pair in pairs if not _contradict(pair.one.words, pair.other.words)]
 
 
