@@ -127,7 +127,7 @@ _UNSUPPORTED = {
     "MPT_LRANK": "HPE MPT's mpirun",
 }
 # How many processes there are, by launchers of which hvdtrain knows no other variable.
-_SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_NPROCS|JAX_NUM_PROCESSES")
+_SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_N(PROCS|TASKS)|JAX_NUM_PROCESSES")
 BY_LAUNCH = "HVDTRAIN_LAUNCH"  # `launch` sets it beside torchrun's variables, which repeat those of the launcher that it uses
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun itself
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
@@ -175,7 +175,14 @@ def placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    """Raises UserError where a launcher that hvdtrain does not know has started this process: each of its processes would train alone."""
+    """Raises UserError where a launcher has started this process, but not as which rank: each of its processes would train alone.
+
+    A site's script may set the local rank of several MPIs, for other programs, where a launcher has set all that is its own.
+    """
+    for launcher in LAUNCHERS:
+        missing = [key for key in launcher.variables if key not in environ]
+        if len(missing) < len(launcher.variables) and not any(key in missing for key in launcher.needs):
+            raise _incomplete(launcher, missing)
     supported = f"supported: {', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
     for key, name in _UNSUPPORTED.items():
         if key in environ:
@@ -203,18 +210,22 @@ def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Seque
     `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
     """
     missing = [key for key in launcher.variables if key not in environ]
-    if len(missing) == len(launcher.variables) or any(key in missing for key in launcher.needs):
+    if {launcher.rank, launcher.size} <= {*missing} or any(key in missing for key in launcher.needs):
         return None
     if missing:
         step = _placement_by_srun(environ)
         if any(_agrees(launcher, environ, other) for other in (*earlier, *([step] if step else []))):
             return None
-        what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
-        raise UserError(what, "the environment", _FIX_OF_MISSING.get(launcher.rank, _ONE_LAUNCHER))
+        raise _incomplete(launcher, missing)
     rank, size, local_rank, local_size = (_integer(environ, key) for key in launcher.variables)
     if launcher.nodes:
         local_size = _share_of_node(launcher, size, nodes=local_size)
     return Placement(rank, size, local_rank, local_size, launcher.name)
+
+
+def _incomplete(launcher: Launcher, missing: Sequence[str]) -> UserError:
+    what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
+    return UserError(what, "the environment", _FIX_OF_MISSING.get(launcher.rank, _ONE_LAUNCHER))
 
 
 def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:

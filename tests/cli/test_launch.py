@@ -524,6 +524,9 @@ def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixtu
     command = launch_command(capsys, "-np", "1", "--", "my script.py", "--dry-run", "epochs=1")
     rank = [f"{bare}/python", "-m", "hvdtrain.cli.launch.rank"]
     assert command[-7:] == [*rank, "script", "my script.py", "--dry-run", "epochs=1"]
+    Path("run.sh").touch()
+    with pytest.raises(UserError, match=r"\./run\.sh is not executable\n.*\n  fix: chmod \+x \./run\.sh"):
+        launch(["-np", "1", "--dry-run", "--", "./run.sh"])
     words = ["-m", "tool", "a;b", "-np"]
     assert launch_command(capsys, "-np", "1", "--plain", "--logs", "l", "--", "python", *words)[-9:] == [
         *rank[1:],

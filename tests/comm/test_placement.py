@@ -100,6 +100,7 @@ def without(environ: dict[str, str], key: str) -> dict[str, str]:
         (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
         (MVAPICH, Placement(3, 8, 1, 2, "MVAPICH's mpirun_rsh")),  # 3 and 4
         ({**MVAPICH2, "PMI_RANK": "3", "PMI_SIZE": "8"}, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
+        ({**HYDRA, "MVP_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_RANK": "1"}, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
         (DEEPSPEED, Placement(3, 8, 1, 2, "deepspeed")),
         (SUBMITIT_LOCAL, Placement(1, 2, 1, 2, "submitit's local executor")),
         ({**OPEN_MPI, **SUBMITIT_LOCAL}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # its function starts mpirun
@@ -193,6 +194,7 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
             {"PMI_RANK": "1", "PMI_SIZE": "2"},
             "but not MPI_LOCALRANKID, MPI_LOCALNRANKS\n.*\n  fix: mpiexec.hydra ",
         ),  # MPICH's mpiexec.gforker
+        ({"MV2_COMM_WORLD_LOCAL_RANK": "1"}, "MVAPICH2's mpirun_rsh set some of its variables, but not MV2_COMM_WORLD_RANK"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole number"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "8"}, "rank 8 of 8, .*: these numbers are impossible"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "rank -1 of 8, .*: these numbers are impossible"),

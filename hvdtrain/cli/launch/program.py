@@ -73,6 +73,8 @@ def check_exists(program: Program) -> None:
     name = program.words[0] if program.words else ""
     if program.kind == "script" and not os.path.isfile(name):
         raise UserError(f"there is no script {short(name)}", WHERE, "the path of a Python file")
+    if program.kind == "program" and os.path.isfile(name) and "/" in name and not os.access(name, os.X_OK):
+        raise UserError(f"{short(name)} is not executable", WHERE, f"chmod +x {short(name)}; or sh {short(name)}")
     if program.kind == "program" and shutil.which(name) is None:
         meant = closest(name, _JOBS) if "/" not in name else None
         fix = (
