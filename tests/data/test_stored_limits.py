@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import zarr as zarr_library
 
-from hvdtrain.cli.evaluate.predict import read_table
+from hvdtrain.cli.evaluate.predict import read_data_file, read_table
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.datasets import csv, hdf5, npz, parquet, text, zarr
 from hvdtrain.data.own.arrays import read_safetensors
@@ -234,3 +234,13 @@ def test_row_groups_that_unpack_to_more_than_the_cache(tmp_path: Path) -> None:
     rows = pyarrow.table({"x": np.zeros(10**6), "y": np.zeros(10**6, np.int64)})
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
     assert "x of row group 0 takes 8 MB in memory, at most 4" in error_of(lambda: read("parquet", tmp_path / "rows.parquet", cache_mb=1))
+
+
+@pytest.mark.parametrize("shape", [(-8,), (10**12,), (2**62, 4)])
+def test_headers_of_files_to_predict(shape: tuple[int, ...], tmp_path: Path) -> None:
+    np.lib.format.write_array_header_1_0(out := io.BytesIO(), {"descr": "<f8", "fortran_order": False, "shape": shape})
+    (tmp_path / "t.npy").write_bytes(out.getvalue() + bytes(64))
+    with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", out.getvalue() + bytes(64))
+    assert "cannot be read" in error_of(lambda: read_data_file(tmp_path / "t.npy"))
+    assert "cut off or damaged" in error_of(lambda: read_data_file(tmp_path / "t.npz"))

@@ -15,6 +15,7 @@ from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import notes_of
 from hvdtrain.data.stored.packing import unpacked, unpacked_dtype
+from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -253,3 +254,52 @@ def test_the_column_of_the_split_has_a_value_for_each_sample(library: str, tmp_p
     assert source.read(np.arange(len(source)))["x"].tolist() == [5, 6, 7]
     last = build(library, path, "train", fields={"x": "x[1::3]", "y": "y[1::3]"}, split_by="year[1::3]", split_val=[2001])
     assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("chunks", [None, (2,)])
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i2", "u4", "i8"])
+def test_numbers_of_netcdf_that_were_never_written_are_missing(dtype: str, chunks: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """Its library sets a fill value of its own (netcdf.h, NC_FILL_*), and no attribute says so."""
+    fill = {"f4": 9.9692099683868690e36, "f8": 9.9692099683868690e36, "i2": -32767, "u4": 4294967295, "i8": -9223372036854775806}[dtype]
+    with h5py.File(tmp_path / "t.nc", "w") as file:
+        for name, more in {"x": fill, "zero": 0}.items():
+            file.create_dataset(name, shape=(6,), dtype=dtype, chunks=chunks, fillvalue=np.array(fill).astype(dtype)[()] if more else 0)
+            file[name][:3] = 1
+        file["y"] = np.ones(6)
+    with pytest.raises(UserError, match=r"sample 3 has nan|numbers are missing \(_FillValue\)"):
+        hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "x", "y": "y"}).read(np.arange(6))
+    source = hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "zero", "y": "y"})
+    assert source.read(np.arange(6))["x"].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
+    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
+    for name, more in {"x": {"_ARRAY_DIMENSIONS": ["n"]}, "y": {}}.items():
+        array = group.create_array(name, shape=(2,), dtype="i2", chunks=(2,), fill_value=-32767)
+        array[:] = [3, -32767]
+        array.attrs.update({"scale_factor": 0.5} | more)
+    for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
+        (array_,) = (zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name),)
+        np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
+
+
+def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) -> None:
+    parts = ["train", "val", "test", "holdout", "train", "val"]
+    frame = pandas.DataFrame({"x": np.arange(6.0), "y": np.arange(6.0), "part": parts, "day": pandas.date_range("2020-01-01", periods=6)})
+    frame.assign(gaps=[None, *parts[1:]], number=[np.nan, 1, 1, 1, 2, 2]).to_parquet(tmp_path / "t.parquet")
+
+    def of(column: str, **options: object) -> object:
+        return parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": "x", "y": "y"}, split_by=column, **options)  # type: ignore[arg-type]
+
+    source = of("part")
+    assert len(source) == 2  # type: ignore[arg-type]
+    assert any("2 samples are in neither set: data.split_by=part has holdout, test" in note for note in notes_of(source))  # type: ignore[arg-type]
+    assert len(of("day", split_val=["2020-01-02 00:00:00"])) == 5  # type: ignore[arg-type]
+    for column in ("gaps", "number"):
+        with pytest.raises(UserError, match=f"{column} lacks 1 values"):
+            of(column, split_val=["val"])
+    np.savez(tmp_path / "t.npz", x=np.zeros(4), y=np.zeros(4), part=np.zeros((4, 2)), gaps=np.array([1, 2, np.nan, 2]))
+    with pytest.raises(UserError, match=r"part is of shape \(4, 2\), expected one value for each sample"):
+        npz.build("npz", tmp_path / "t.npz", "train", split_by="part", split_val=[1])
+    with pytest.raises(UserError, match="data.split_by=gaps lacks 1 values"):
+        npz.build("npz", tmp_path / "t.npz", "train", fields={"x": "x", "y": "y"}, split_by="gaps", split_val=[1])

@@ -22,6 +22,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.datasets import csv as csv_files
+from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import FoundImages, ImageFiles, ImageSource, find_images, left_out_note
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
@@ -291,9 +292,11 @@ def read_data_file(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return read_safetensors(path, str(path), "--data")
     try:
-        with path.open("rb") as file:
-            found = np.load(file, allow_pickle=False)
-            return {name: found[name] for name in found.files} if path.suffix == ".npz" else found
+        if path.suffix == ".npy":
+            with np.errstate(over="ignore"):
+                return np.load(path, mmap_mode="r", allow_pickle=False)  # takes no memory for what the file does not have
+        archive = npz.NpzFile.of(path)
+        return {name: archive.values(name) for name in archive.names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}", "--data", "a file that numpy.save or numpy.savez wrote") from None
 

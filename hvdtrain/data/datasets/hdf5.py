@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
-from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
+from hvdtrain.data.stored.packing import WORDS, is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, no_such
 from hvdtrain.errors import UserError, first_line
@@ -124,14 +124,16 @@ class Hdf5File:
     def _array(self, dataset: Any, name: str) -> StoredArray:
         shape, dtype = dataset.shape, np.dtype(dataset.dtype)
         check_chunks(shape, dataset.chunks or shape, name, self.file.path)
-        is_plain = shape and not dataset.file.userblock_size and not is_packed(dataset.attrs) and _is_whole(dataset)
-        if is_plain and dataset.chunks is None and dataset.id.get_offset() is not None:
+        attributes = _attributes(dataset)
+        is_whole = shape and not dataset.file.userblock_size and _is_whole(dataset)
+        if is_whole and not is_packed(attributes) and dataset.chunks is None and dataset.id.get_offset() is not None:
             return PlainRows(self.file, dataset.id.get_offset(), dtype, shape)
-        if is_plain and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
-            return Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
+        if is_whole and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
+            chunks = Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
+            return Unpacked(chunks, attributes, unpacked_dtype(dtype, attributes)) if is_packed(attributes) else chunks
         rows = dataset.chunks[0] if dataset.chunks else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
         return ThroughLibrary(
-            self.file, name, unpacked_dtype(dataset.dtype, dataset.attrs), shape, block_edges(shape[0] if shape else 0, rows)
+            self.file, name, unpacked_dtype(dataset.dtype, attributes), shape, block_edges(shape[0] if shape else 0, rows)
         )
 
     @contextlib.contextmanager
@@ -195,13 +197,27 @@ class Hdf5File:
                 raise UserError(what, str(self.file.path), "another array as data.split_by")
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
-            attributes = dict(dataset.attrs)
+            attributes = _attributes(dataset)
             return unpacked(dataset[:], attributes, unpacked_dtype(dataset.dtype, attributes), f"{name} of {self.file.path}")
 
 
 def _is_elsewhere(dataset: Any) -> bool:
     """Whether its numbers are in other files. To be asked before its shape, for which the library may open them."""
     return bool(dataset.is_virtual or dataset.external)
+
+
+_NETCDF_FILL = 2.0**119 * 15  # of floats; netcdf.h, NC_FILL_FLOAT
+_NETCDF_FILLS = {"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295, "i8": 2 - 2**63, "u8": 2**64 - 2}
+_NETCDF_FILLS |= {"f4": _NETCDF_FILL, "f8": _NETCDF_FILL}
+
+
+def _attributes(dataset: Any) -> dict[str, Any]:
+    """What its attributes say that its numbers stand for. Numbers of netCDF that were never written are missing, though none says so."""
+    found = {word: dataset.attrs[word] for word in WORDS if word in dataset.attrs}
+    fill = _NETCDF_FILLS.get(dataset.dtype.str[1:])
+    if fill is not None and dataset.fillvalue == fill:
+        found.setdefault("_FillValue", dataset.fillvalue)
+    return found
 
 
 def _text(attribute: Any) -> str:
@@ -305,6 +321,27 @@ class Chunks:
         return np.frombuffer(raw, self.dtype).reshape(self.chunks)
 
 
+@dataclass(frozen=True, eq=False)
+class Unpacked:
+    """Chunks whose numbers stand for others, as attributes say."""
+
+    chunks: Chunks
+    attributes: Mapping[str, Any]
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.chunks.shape
+
+    @property
+    def edges(self) -> np.ndarray:
+        return self.chunks.edges
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        where = f"{self.chunks.name} of {self.chunks.file.path}"
+        return unpacked(self.chunks.decode(block, box), self.attributes, self.dtype, where)
+
+
 def _inflated(raw: bytes | np.ndarray, most: int) -> bytes:
     """At most so many bytes; none where they are damaged."""
     unpack = zlib.decompressobj()
@@ -338,4 +375,4 @@ class ThroughLibrary:
     def decode(self, block: int, box: Box) -> np.ndarray:
         with Hdf5File(self.file)._dataset(self.name) as dataset:
             raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
-            return unpacked(raw, dict(dataset.attrs), self.dtype, f"{self.name} of {self.file.path}")
+            return unpacked(raw, _attributes(dataset), self.dtype, f"{self.name} of {self.file.path}")

@@ -23,7 +23,7 @@ from hvdtrain.errors import UserError, first_line
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's member: signature, lengths of its name and of what follows
 _HEADER_BYTES = 2**16  # at most, of an array
-_MOST_VALUES = 2**32  # bytes of a column of data.split_by
+_MOST_VALUES = 2**34  # bytes of an array that is read whole
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
 
 
@@ -118,8 +118,8 @@ class NpzFile:
         dtype, shape = _compressed_header(self.file, self.members[name], name)
         check_shape(shape, name, self.file.path)
         if math.prod(shape) * dtype.itemsize > _MOST_VALUES:
-            what = f"{name} is {dtype} {shape}, at most {_MOST_VALUES:,} bytes as a column that divides samples"
-            raise UserError(what, str(self.file.path), "numbers, or shorter texts")
+            what = f"{name} is {dtype} {shape}, at most {_MOST_VALUES:,} bytes of an array that is read whole"
+            raise UserError(what, str(self.file.path), "a smaller one; or a file of numpy.save")
         return _load(self.file, name)
 
 

@@ -93,8 +93,13 @@ class ParquetFile:
 
     def values(self, name: str) -> np.ndarray:
         groups = range(len(self.edges) - 1)
-        texts = [value for group in groups for value in self.read(group, [name])[0].to_pylist()]
-        return np.array([text.strip() if isinstance(text, str) else text for text in texts])
+        values = [value for group in groups for value in self.read(group, [name])[0].to_pylist()]
+        if absent := sum(value is None for value in values):
+            raise UserError(f"column {name} lacks {absent:,} values", str(self.file.path), "fill them, or remove these rows")
+        if any(isinstance(value, (list, dict)) for value in values):
+            raise UserError(f"column {name} has lists, expected one value for each row", str(self.file.path), "another column")
+        are_numbers = all(isinstance(value, (bool, int, float)) for value in values)
+        return np.array(values) if are_numbers else np.array([str(value).strip() for value in values], str)  # dates too
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
         """Raises UserError where columns of a row group would take more memory than they may."""

@@ -250,8 +250,13 @@ def _dimensions(array: Any) -> list[Any]:
 
 
 def _attributes(array: Any) -> dict[str, Any]:
-    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a number."""
+    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a number.
+
+    In version 2 xarray writes `_FillValue` as the array's own fill_value. That of the library is 0, which is no missing number.
+    """
     found = dict(array.attrs)
+    if "_ARRAY_DIMENSIONS" in found and array.dtype.kind in "iuf" and array.fill_value:
+        found.setdefault("_FillValue", array.fill_value)
     fill = found.get("_FillValue")
     if isinstance(fill, str):
         with contextlib.suppress(ValueError, struct.error):

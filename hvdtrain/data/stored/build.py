@@ -60,11 +60,14 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
         raise UserError(
             f"the files have {total:,} samples, at most {MOST_ROWS:,}", str(paths[0].parent), "data.root=FOLDER with fewer of them"
         )
-    source = StoredSource(samples, (*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)))
+    notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)]
+    values = _split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
+    if values is not None and wanted.split_val is None:
+        notes += _in_neither(values, split, f"data.split_by={wanted.split_by}")
+    source = StoredSource(samples, tuple(notes))
     checked = images_of(source) or CheckedSource(source, samples.name)
-    if wanted.split_by is not None:
-        values = [_split_values(*one, wanted.split_by) for one in zip(files, paths, parts, strict=True)]
-        return subset(checked, _of_split(np.concatenate(values), paths, wanted, split))
+    if values is not None:
+        return subset(checked, _of_split(values, paths, wanted, split))
     if split == "val" and not of_split_alone and not _names_split(wanted):
         what = f"{paths[0].name} has all samples, and no validation set of its own"
         fix = "data.val_share=0.1; data.split_by=COLUMN; or a folder with train and val files"
@@ -223,17 +226,43 @@ def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
         raise UserError(what, str(path), f"data.cache_mb={2 * int(block_mb) + 1}, or write it again in smaller blocks (chunks, row groups)")
 
 
-def _split_values(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
-    """The values of data.split_by (n,) for the samples of a file. Raises UserError where it has another number of them."""
+def _split_values(files: list[StoredFile], paths: list[Path], parts: tuple[Part, ...], text: str) -> np.ndarray:
+    """The values of data.split_by (n,) for all samples."""
+    found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
+    kinds = {values.dtype.kind == "U" for values in found}
+    if len(kinds) > 1:
+        raise UserError(
+            f"data.split_by={text} has texts in some files and numbers in others", str(paths[0].parent), "one kind in all files"
+        )
+    return np.concatenate(found)
+
+
+def _split_values_of(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
+    """The values for the samples of a file. Raises UserError where it has another number of them, or one is missing."""
     name, words = name_and_words(text)
     values = file.values(name)
+    if values.ndim != 1:
+        raise UserError(
+            f"{name} is of shape {values.shape}, expected one value for each sample", str(path), "another array as data.split_by"
+        )
     selection = select(words, values.shape, text, str(path))
     found = values[selection.first :: selection.step][: selection.samples]
     if len(found) != part.samples:
         fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
         what = f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} samples ({fields})"
         raise UserError(what, str(path), "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'")
+    if found.dtype.kind == "f" and (absent := int(np.isnan(found).sum())):
+        raise UserError(f"data.split_by={text} lacks {absent:,} values", str(path), "fill them, or remove these samples")
     return found
+
+
+def _in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
+    """A line for the user where samples are neither of the training nor of the validation set."""
+    if split != "train" or values.dtype.kind != "U":
+        return
+    others = values[~np.isin(np.char.lower(values), (*_TRAIN, *_VALIDATE))]
+    if len(others):
+        yield f"{len(others):,} samples are in neither set: {key} has {', '.join(np.unique(others)[:8].tolist())} for them"
 
 
 def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split) -> np.ndarray:

@@ -14,6 +14,8 @@ _SCALE = ("scale_factor", "add_offset")
 _MISSING = ("_FillValue", "missing_value")
 _RANGE = ("valid_range", "valid_min", "valid_max")  # numbers outside of it are missing
 
+WORDS = (*_SCALE, *_MISSING, *_RANGE, "_Unsigned")  # the attributes that are looked at
+
 
 def is_packed(attributes: Mapping[str, Any]) -> bool:
     """Whether the numbers of the file are not those that they stand for."""
