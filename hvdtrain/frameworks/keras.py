@@ -413,6 +413,10 @@ def _checked_outputs(model: Any, backend: Backend, x: np.ndarray, config: Config
     where = config.where("model.name")
     try:
         build_variables(model, config, x)
+        if isinstance(several := model(x, training=False), (dict, list, tuple)):
+            what = f"the model gives {len(several)} outputs, and framework=keras trains models with one"
+            fix = "keras.Model(model.inputs, the output to learn from); or framework=torch with KERAS_BACKEND=torch, which takes the first"
+            raise UserError(what, where, fix)
         outputs = backend.outputs(model, x).outputs
     except UserError:
         raise

@@ -339,7 +339,7 @@ def rows_of(thing: Any, rows: slice) -> Any:
     if isinstance(thing, (tuple, list)):
         several = (rows_of(one, rows) for one in thing)
         return type(thing)(*several) if hasattr(thing, "_fields") else tuple(several)
-    return thing[rows]
+    return thing if thing is None else thing[rows]
 
 
 class TorchMeasured:

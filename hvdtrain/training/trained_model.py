@@ -40,7 +40,7 @@ class TrainedModel(NamedTuple):
     learner: Learner  # with shard.stage=3 on several ranks each has its parts of the weights: then every pass is a collective
     task: Task  # with the statistics of the training set
     checkpoint: Checkpoint
-    notes: list[str]  # lines for the user: damaged checkpoints that were skipped
+    notes: list[str]  # lines for the user: damaged checkpoints that were skipped, what of the model is not used
 
 
 def load_trained_model(
@@ -95,7 +95,7 @@ def _load(
     shapes = {piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")}
     on_rank_0(communicator, lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}))
     broadcast_state(communicator, learner, weights, only_weights=True, on_array=go_on)
-    return TrainedModel(learner, task, checkpoint, notes)
+    return TrainedModel(learner, task, checkpoint, [*notes, *getattr(learner, "notes", ())])
 
 
 def task_of(config: Config, checkpoint: Checkpoint, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> Task:

@@ -26,6 +26,7 @@ from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
 from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.model import build_model, check_first_samples, check_outputs, checked_model
+from hvdtrain.frameworks.torch.not_used import lines_of_not_used
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
@@ -50,8 +51,11 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_outputs(arrangement.model, config, task, making.like)
     check_first_samples(arrangement.model, config)
     refuse_tiny_images(arrangement.model, making.example(), precision, config.where("speed.precision"))
+    not_used = lines_of_not_used(arrangement.model, config, task, making.like)
     arrangement.cut()
-    return assemble(arrangement)
+    learner = assemble(arrangement)
+    learner.notes += not_used
+    return learner
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:

@@ -98,7 +98,7 @@ def in_type(outputs: Any, dtype: torch.dtype) -> Any:
     if isinstance(outputs, (tuple, list)):
         several = [in_type(output, dtype) for output in outputs]
         return type(outputs)(*several) if hasattr(outputs, "_fields") else tuple(several)
-    return outputs.to(dtype)
+    return outputs if outputs is None else outputs.to(dtype)
 
 
 class Losses(NamedTuple):

@@ -175,7 +175,7 @@ def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config
     """Raises UserError where the task's loss fails for these outputs, or is not one of each sample."""
     where = config.where("task.name")
     try:
-        with torch.no_grad():
+        with torch.enable_grad():  # the outputs have none: a gradient is that of something else
             each = part.each(outputs, batch, training=True)
     except UserError:
         raise
@@ -184,6 +184,12 @@ def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config
         raise UserError(what, f"{where}; {own_line(error)}", "another model, or another task.name") from error
     if wrong := wrong_shapes(task, each, len(next(iter(batch.values())))):
         raise UserError(f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example")
+    if isinstance(each.loss, torch.Tensor) and each.loss.requires_grad:
+        what = (
+            "the loss has a gradient for other tensors than the outputs: parameters of its own, or of the script's model, of which a copy "
+        )
+        fix = "parameters of the model, from which it makes the outputs; optim.weight_decay for a penalty of weights"
+        raise UserError(f"{what}is trained", where, fix)
 
 
 def _sizes(inputs: Called) -> str:
@@ -228,6 +234,10 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
         )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        what = f"the model is wrapped in {type(model).__name__}, and hvdtrain divides samples and reduces gradients itself"
+        raise UserError(what, where, "the model inside of it: model.module")
+    _refuse_hooks_on_parts(model, config)
     without_past(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
@@ -285,6 +295,25 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return contextlib.nullcontext(), copied_buffers(block)
 
 
+def _copy_marks(original: nn.Parameter, p: nn.Parameter) -> None:
+    """Attributes that a script has set, and hooks of its gradient, which a copy of a parameter lacks."""
+    vars(p).update({name: value for name, value in vars(original).items() if name not in vars(p)})
+    for hook in (original._backward_hooks or {}).values():
+        p.register_hook(hook)
+    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
+    """Raises UserError where parameters are replaced by their parts, without the hooks of their gradients."""
+    key = "shard.stage" if config.shard.stage == 3 else "parallel"
+    if (config.shard.stage == 3 or config.parallel.cuts) and (
+        name := next((n for n, p in model.named_parameters() if p._backward_hooks), "")
+    ):
+        what = f"{name} of the model has a hook of its gradient, and {key} gives each rank a part of it"
+        raise UserError(what, config.where(key) if "." in key else key, "shard.stage=2, or the hook in a module's backward pass")
+
+
 class Trained(Protocol):
     """What a script's own model takes from a learner."""
 
@@ -306,10 +335,13 @@ class GivenModel:
     def __call__(self) -> torch.nn.Module:
         """Raises UserError where the model cannot be copied."""
         try:
-            return copy.deepcopy(self.model)
+            found = copy.deepcopy(self.model)
         except Exception as error:
             what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
             raise UserError(what, "hvdtrain.train(), model", "a class or function that makes the model") from error
+        for original, p in zip(self.model.parameters(), found.parameters(), strict=True):
+            _copy_marks(original, p)
+        return found
 
     def take(self, learner: Trained) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
