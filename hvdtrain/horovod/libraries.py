@@ -58,6 +58,9 @@ class Library(Protocol):
     def choose(self, flags: Any, tensor: Any) -> Any:
         """The numbers of the tensor where a flag is true, else 0: also in the place of a nan. flags: of the tensor's shape, or one."""
 
+    def constant(self, tensor: Any) -> Any:
+        """The tensor without its gradient."""
+
     def padded(self, tensor: Any, rows: Any) -> Any:
         """The tensor with so many rows of zeros behind it."""
 
@@ -78,6 +81,9 @@ class TensorFlow:
     def choose(self, flags: Any, tensor: Any) -> Any:
         return self._tf.where(flags, tensor, self._tf.zeros_like(tensor))
 
+    def constant(self, tensor: Any) -> Any:
+        return self._tf.stop_gradient(tensor)
+
     def padded(self, tensor: Any, rows: Any) -> Any:
         return self._tf.pad(tensor, [[0, rows], *[[0, 0]] * (len(tensor.shape) - 1)])
 
@@ -86,13 +92,17 @@ class Jax:
     """Operations on arrays of JAX."""
 
     def __init__(self) -> None:
-        self._numpy = sys.modules["jax"].numpy
+        self._jax = sys.modules["jax"]
+        self._numpy = self._jax.numpy
 
     def cast(self, flags: Any, like: Any) -> Any:
         return flags.astype(like.dtype)
 
     def choose(self, flags: Any, tensor: Any) -> Any:
         return self._numpy.where(flags, tensor, self._numpy.zeros_like(tensor))
+
+    def constant(self, tensor: Any) -> Any:
+        return self._jax.lax.stop_gradient(tensor)
 
     def padded(self, tensor: Any, rows: int) -> Any:
         return self._numpy.pad(tensor, [(0, rows), *[(0, 0)] * (tensor.ndim - 1)])

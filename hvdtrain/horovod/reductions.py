@@ -189,5 +189,8 @@ class Torch:
         found = flags if isinstance(flags, torch.Tensor) else torch.tensor(flags, device=tensor.device)
         return torch.where(found, tensor, torch.zeros_like(tensor))  # its gradient goes to the tensor on every rank
 
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
     def padded(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_zeros((rows, *tensor.shape[1:]))])

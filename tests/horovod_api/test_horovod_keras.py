@@ -66,7 +66,12 @@ model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, name=
 rows = 8 + 4 * hvd.rank()
 model.fit(np.ones((rows, 3)), np.ones((rows, 1)), batch_size=4, verbose=0)
 if "join" in sys.argv:
-    hvd.join()
+    last = hvd.join()
+    apart = hvd.allgather_object([value.tolist() for value in model.get_weights()])
+    hvd.broadcast_variables([*model.weights, *model.optimizer.variables], root_rank=last)
+    together = hvd.allgather_object([value.tolist() for value in model.get_weights()])
+    assert last == 1 and apart[0] != apart[1] and together == [apart[1]] * 2, (last, apart, together)
+    assert hvd.allgather_object(int(model.optimizer.iterations)) == [3, 3]
 print("done", hvd.rank(), flush=True)
 """
 
@@ -109,7 +114,7 @@ def test_jax_trains_on_ranks_that_are_pinned_to_a_core() -> None:
 @needs_keras
 @needs_mpirun
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_joins_after_its_last_batch(backend: str) -> None:
+def test_ranks_with_unequal_batches_are_equal_after_join_and_a_broadcast_as_the_page_says(backend: str) -> None:
     result = ranks.mpirun(2, ["-c", UNEVEN, "join"], env=environment(backend))
     assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "1", "done", "done"], result.stderr
 

@@ -230,6 +230,43 @@ def failures() -> dict[str, str]:
     return found
 
 
+def second_derivatives() -> dict[str, str]:
+    """In compiled functions those of torch: of the gradient of sum(call(x) ** 3), times weights."""
+    import jax
+    import tensorflow as tf
+
+    keras, tensorflow = (importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow"))
+    rank = hvd.rank()
+    x, weight = inputs(rank, ROWS), np.cos(weights(rank, ROWS))
+    found = {}
+    for name in ("sum", "min", "product", "allgather", "broadcast"):
+        call = ALL[name].call
+        leaf = torch.tensor(x, requires_grad=True)
+        (first,) = torch.autograd.grad((call(hvd, leaf) ** 3).sum(), leaf, create_graph=True)
+        expected = torch.autograd.grad((first * torch.tensor(weight)).sum(), leaf)[0].numpy()
+
+        def by_tensorflow(tensor: Any, call: Any = call) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(tensor)
+                with tf.GradientTape() as inner:
+                    inner.watch(tensor)
+                    loss = tf.reduce_sum(call(tensorflow, tensor) ** 3)
+                total = tf.reduce_sum(inner.gradient(loss, tensor) * weight)
+            return outer.gradient(total, tensor)
+
+        def by_jax(tensor: Any, call: Any = call) -> Any:
+            gradient = jax.grad(lambda inner: (call(keras, inner) ** 3).sum())
+            return jax.grad(lambda outer: (gradient(outer) * weight).sum())(tensor)
+
+        for way, result in (
+            ("tf.function", tf.function(by_tensorflow)(tf.constant(x))),
+            ("jax.jit", jax.jit(by_jax)(jax.numpy.asarray(x))),
+        ):
+            is_right = np.allclose(np.asarray(result), expected, rtol=1e-9)
+            found[f"{way}: {name} twice"] = "" if is_right else f"rank {rank}: {np.asarray(result).tolist()}, not {expected.tolist()}"
+    return found
+
+
 ALL: dict[str, Case] = {}
 
 
@@ -247,6 +284,8 @@ def cases_of(way: str, module: Any) -> dict[str, Case]:
 def main() -> None:
     hvd.init()
     found = failures()
+    if not IS_HOROVOD and hvd.size() == 2:
+        found |= second_derivatives()
     for other in hvd.allgather_object(found):
         for name, failure in other.items():
             found[name] = found.get(name) or failure

@@ -217,11 +217,80 @@ def warmup_changes_rate_and_momentum() -> str:
     return f"{abs(found - weight):.1e}"
 
 
-def a_schedule_changes_the_rate_of_epochs() -> str:
-    net, schedule = model(), hvd.callbacks.LearningRateScheduleCallback
-    steps = [schedule(0.1, 1.0, end_epoch=1), schedule(0.1, lambda epoch: 0.5**epoch, start_epoch=1)]
-    rates = fit(net, hvd.DistributedOptimizer(SGD(0.1)), epochs=3, callbacks=steps).history["lr"]
-    assert np.allclose(rates, [0.1, 0.05, 0.025]), rates
+class Rates(keras.callbacks.Callback):
+    """The rate of each step."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.found.append(hvd.callbacks.rate_of(self.model.optimizer))
+
+
+def schedules_have_the_rates_of_horovod() -> str:
+    """By the formulas of 0.28.1, in each step: a number is the factor of an epoch since start_epoch, a function gets the epoch."""
+    schedule, steps = hvd.callbacks.LearningRateScheduleCallback, BATCHES
+    cases: tuple[tuple[dict[str, Any], Callable[[int], float]], ...] = (
+        ({"multiplier": 0.1, "start_epoch": 1, "end_epoch": 4}, lambda step: 0.1 ** min(max(step // steps - 1, 0), 2)),
+        (
+            {"multiplier": 0.1, "start_epoch": 1, "staircase": False},
+            lambda step: 0.1 ** max(step / steps - 1, 0),
+        ),
+        ({"multiplier": lambda epoch: 0.5**epoch}, lambda step: 0.5 ** (step // steps)),
+        ({"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False, "steps_per_epoch": steps}, lambda step: 1 / (1 + step / steps)),
+    )
+    for options, factor in cases:
+        rates = Rates()
+        history = fit(model(), hvd.DistributedOptimizer(SGD(0.1)), epochs=5, callbacks=[schedule(0.1, **options), rates]).history
+        expected = [0.1 * factor(step) for step in range(5 * steps)]
+        assert np.allclose(rates.found, expected, rtol=1e-6), (options, rates.found, expected)
+        assert np.allclose(history["lr"], expected[steps - 1 :: steps], rtol=1e-6)
+    return ""
+
+
+def an_optimizer_is_made_from_its_config() -> str:
+    """The copy reduces, too."""
+    for optimizer in (
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.02, clipnorm=0.5)),
+        hvd.DistributedOptimizer(SGD(0.05), backward_passes_per_step=2),
+        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=8.0)),
+    ):
+        copy = type(optimizer).from_config(optimizer.get_config())
+        assert copy.get_config() == optimizer.get_config()
+        nets = [model(), model()]
+        for net, each in zip(nets, (optimizer, copy), strict=True):
+            fit(net, each)
+        are_equal_on_ranks(weights(nets[1]))
+        assert far(*map(weights, nets)) == 0.0
+    return ""
+
+
+def numpy_scalars_are_averaged() -> str:
+    rank, size = hvd.rank(), hvd.size()
+    for value in (np.mean([1.0, 2.0]), np.float32(3), np.int64(4)):
+        found = hvd.allreduce(value + value.dtype.type(2 * rank), op=hvd.Sum)
+        assert found.dtype == value.dtype and float(found) == size * float(value) + size * (size - 1)
+        assert int(hvd.broadcast(value.dtype.type(5 + rank), 0)) == 5
+    refused("there is no axis 0", lambda: hvd.allgather(np.float32(1.0)))
+    refused("there is no axis 0", lambda: hvd.alltoall(np.float32(1.0)))
+    whole, ctx = hvd.Compression.fp16.compress(keras.ops.convert_to_tensor([1.0, 2.0]))
+    assert type(whole) is type(keras.ops.convert_to_tensor([1.0])) and "float16" in str(whole.dtype)
+    same(hvd.Compression.fp16.decompress(whole, ctx), np.array([1.0, 2.0]))
+    return ""
+
+
+def moving_statistics_are_averaged_as_the_page_says() -> str:
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), Affine(1)])
+    fit(net, hvd.DistributedOptimizer(SGD(0.05)))
+    before = [np.array(keras.ops.convert_to_numpy(each)) for each in net.non_trainable_weights]
+    for weight in net.non_trainable_weights:
+        weight.assign(hvd.allreduce(weight))
+    after = [np.array(keras.ops.convert_to_numpy(each)) for each in net.non_trainable_weights]
+    are_equal_on_ranks(after)
+    assert far(before, after) > 1e-3, "ranks had the same statistics"
+    means = [each.mean(0) for each in grouped_allgather([each[None] for each in before])]
+    assert far(after, means) < 1e-12
     return ""
 
 
@@ -375,7 +444,7 @@ def ranks_with_another_number_of_batches_are_named() -> str:
     raise AssertionError("no error")
 
 
-ON_TORCH_ALONE = (fit_with_sums, fit_with_a_factor, passes_are_averaged, a_schedule_changes_the_rate_of_epochs, errors_say_what_to_do)
+ON_TORCH_ALONE = (fit_with_sums, fit_with_a_factor, passes_are_averaged, errors_say_what_to_do)
 CHECKS = (
     fit_with_sgd,
     fit_with_adam,
@@ -387,6 +456,10 @@ CHECKS = (
     mixed_precision_gets_a_loss_scale,
     metrics_are_averaged,
     warmup_changes_rate_and_momentum,
+    schedules_have_the_rates_of_horovod,
+    an_optimizer_is_made_from_its_config,
+    numpy_scalars_are_averaged,
+    moving_statistics_are_averaged_as_the_page_says,
     the_first_rank_begins,
     the_first_rank_begins_where_weights_come_with_data,
     a_saved_model_goes_on,

@@ -6,6 +6,7 @@ python tests/support/tensorflow_on_ranks.py OUT.json        writes {check: failu
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -152,6 +153,113 @@ def calls_take_what_tensorflow_has() -> str:
     return ""
 
 
+def calls_are_those_of_torch() -> str:
+    """Values, dtypes and shapes: of integers with factors, truth values, 16 bits; of scalars and of what is empty."""
+    common = hvdtrain.horovod
+    cases: dict[str, Callable[[Any, Any], Any]] = {
+        "scaled": lambda module, x: module.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        "average": lambda module, x: module.allreduce(x),
+        "product": lambda module, x: module.allreduce(x, op=hvd.Product, compression=hvd.Compression.bf16),
+        "allgather": lambda module, x: module.allgather(x),
+        "broadcast": lambda module, x: module.broadcast(x, hvd.size() - 1),
+        "alltoall": lambda module, x: module.alltoall(x, splits=[len(x) - hvd.rank()] + [hvd.rank()] * (hvd.size() - 1)),
+        "reducescatter": lambda module, x: module.reducescatter(x, op=hvd.Sum),
+    }
+    for dtype, shape, (name, call) in itertools.product(
+        (bool, "uint8", "int64", "float16", "float64"), ((3, 2), (), (0, 2)), cases.items()
+    ):
+        if (dtype is bool and name in ("scaled", "average")) or (not shape and name not in ("scaled", "average", "product", "broadcast")):
+            continue  # what torch does not have
+        if name == "alltoall" and 0 in shape:
+            continue
+        array = np.array(np.arange(1.0, 1 + np.prod(shape)).reshape(shape) + 3 * hvd.rank()).astype(dtype)
+        expected = call(common, array)
+        for compiled in HOW.values():
+            found = compiled(lambda x: call(hvd, x))(tf.constant(array))  # noqa: B023 (called in this turn)
+            for one, other in zip(found, expected, strict=True) if name == "alltoall" else [(found, expected)]:
+                assert np.array_equal(one.numpy(), np.asarray(other)), (dtype, shape, name)
+                assert one.dtype == tf.as_dtype(np.asarray(other).dtype) and one.shape == other.shape, (dtype, shape, name)
+    return ""
+
+
+def numpy_is_taken_and_tensors_come_back() -> str:
+    rank, size = hvd.rank(), hvd.size()
+    for value in (np.mean([1.0, 2.0]) + rank, np.float32(rank), np.array([[1, 2]]) + rank):
+        found = hvd.allreduce(value, op=hvd.Sum)
+        assert isinstance(found, tf.Tensor) and found.dtype == tf.as_dtype(value.dtype)
+        close(found, np.asarray(hvdtrain.horovod.allreduce(value, op=hvd.Sum)))
+        close(tf.function(lambda: hvd.broadcast(value, size - 1))(), value - rank + size - 1)  # noqa: B023 (called in this turn)
+    close(hvd.allgather(np.full(1, rank)), np.arange(size))
+    close(hvd.reducescatter(np.ones(size), ignore_name_scope=True), [1.0])
+    return ""
+
+
+def casts_stay_in_the_library() -> str:
+    x = tf.Variable([1.0, 2.0])
+    for compiled in HOW.values():
+        wire, ctx = compiled(lambda: hvd.Compression.fp16.compress(x)[0])(), x.dtype
+        assert isinstance(wire, tf.Tensor) and wire.dtype == tf.float16
+        back = hvd.Compression.fp16.decompress(wire, ctx)
+        assert back.dtype == tf.float32
+        close(back, [1.0, 2.0])
+    whole, ctx = hvd.Compression.bf16.compress(tf.constant([1]))
+    assert whole.dtype == ctx == hvd.Compression.bf16.decompress(whole, ctx).dtype == tf.int32
+    return ""
+
+
+def slices_are_grouped_with_tensors() -> str:
+    """Of ranks with other numbers of slices; rank r has a row in place r, and all have place 3."""
+    rank, size = hvd.rank(), hvd.size()
+    rows = np.zeros((4, 1))
+    for other in range(size):
+        rows[other % 3] += 1.0 + other
+    rows[3] = 10.0 * size
+    for compiled in HOW.values():
+        for op, divisor in ((hvd.Average, size), (hvd.Sum, 1)):
+
+            def call(op: int = op) -> Any:
+                slices = tf.IndexedSlices(tf.constant([[1.0 + rank], [10.0]]), tf.constant([rank % 3, 3]), tf.constant([4, 1]))
+                one, dense, other = hvd.grouped_allreduce([slices, tf.constant([1.0 + rank]), slices], op=op, name=f"group {op}")
+                return tf.convert_to_tensor(one), dense, tf.convert_to_tensor(other)
+
+            one, dense, other = compiled(call)()
+            close(one, rows / divisor)
+            close(other, rows / divisor)
+            close(dense, [size * (size + 1) / 2 / divisor])
+    slices = tf.IndexedSlices(tf.ones([1, 1]), tf.constant([0]), tf.constant([4, 1]))
+    refused("sparse_as_dense=True", lambda: hvd.grouped_allreduce([slices], op=hvd.Adasum))
+    return ""
+
+
+def a_tape_has_adasum() -> str:
+    """Each gradient by itself, as hvdtrain.horovod.allreduce() combines it: not the concatenation of both."""
+    made = np.random.default_rng(hvd.rank()).normal(size=(2, 3))
+    one, other = tf.Variable(np.zeros(3)), tf.Variable(np.zeros(3))
+    for compiled in HOW.values():
+
+        @compiled
+        def gradients() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(one * made[0]) + tf.reduce_sum(other * made[1])
+            return hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, [one, other], use_generic_names=True)
+
+        for found, row in zip(gradients(), made, strict=True):
+            close(found, hvdtrain.horovod.allreduce(row, op=hvd.Adasum))
+    refused("Adasum too", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum))
+    return ""
+
+
+def errors_of_a_function_name_the_call() -> str:
+    try:
+        tf.function(lambda: hvd.allreduce(tf.constant([True]), name="flags"))()
+    except tf.errors.OpError as error:
+        assert "no average of bool" in str(error) and "allreduce 'flags'" in str(error), str(error)
+        assert "hvdtrain_allreduce_flags_runs_on_the_host" in str(error), str(error)
+    else:
+        raise AssertionError("no error")
+    return ""
+
+
 def a_state_is_that_of_the_last_commit() -> str:
     weight = tf.Variable(1.0 + hvd.rank())
     state = hvd.elastic.TensorFlowState([weight], batch=hvd.rank())
@@ -282,6 +390,12 @@ CHECKS = (
     slices_are_gathered,
     an_embedding_fits_as_in_one_process,
     calls_take_what_tensorflow_has,
+    calls_are_those_of_torch,
+    numpy_is_taken_and_tensors_come_back,
+    casts_stay_in_the_library,
+    slices_are_grouped_with_tensors,
+    a_tape_has_adasum,
+    errors_of_a_function_name_the_call,
     a_state_is_that_of_the_last_commit,
     names_are_those_of_horovod,
     ranks_are_tensors,

@@ -45,9 +45,10 @@ def allreduce(
             results = allreduce(given, op, name=_of_gradient(name), prescale=prescale, postscale=postscale, process_set=process_set)
         if op in (Min, Max, Product):
             shares = gradients.shares(op, factors, given, results)
-        found = gradients.of_allreduce(op, factors, grads, shares, _reduce_over(process_set, name), library_of(grads))
+        library = library_of(grads)
+        found = gradients.of_allreduce(op, factors, grads, shares, _reduce_over(process_set, name), library)
         if op == Product:
-            on_host(check_inputs, given, call=call)
+            on_host(check_inputs, [library.constant(x) for x in given], call=call)
         return found
 
     def check_inputs(given: list[Any]) -> list[Any]:
