@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import check_regular
-from hvdtrain.errors import UserError, short
+from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.around import averages
 from hvdtrain.training.checkpoint import files
@@ -32,6 +30,8 @@ _WRAPPERS = ("module.", "_orig_mod.")  # that DDP and torch.compile put before n
 _INSIDE = ("state_dict", "model", "model_state_dict")  # where files of torch have weights beside other things
 _OF_HUGGING_FACE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
 _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safetensors"
+_MOST_INDEX_BYTES = 2**26
+_MOST_NAME = 1000  # characters of an array's
 _SHOWN = 4  # names in a line
 
 
@@ -84,16 +84,29 @@ def _is_of_library(path: Path) -> bool:
 def read_weights(path: Path, where: str) -> tuple[Arrays, list[str]]:
     """Arrays by the names of a state dict, and lines for the user. Raises UserError where there are none."""
     try:
-        if path.is_dir():
-            return _of_folder(path, where)
-        if not path.exists():
-            raise UserError(f"there is no {path}", where, _KNOWN)
-        check_regular(path)
-        if path.suffix == ".safetensors":
-            return _of_safetensors(path, where), []
-        return _of_torch(path, where), []
+        found, lines = _of_folder(path, where) if path.is_dir() else (_of_file(path, where), [])
     except OSError as error:
-        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}", where, "a file that can be read") from None
+        raise UserError(
+            f"cannot read {short(str(error.filename or path))}: {error.strerror or error}", where, "a file that can be read"
+        ) from None
+    if not found:
+        raise UserError(f"{path} has no arrays by name", where, "a file of torch.save(model.state_dict(), FILE), or of safetensors")
+    if strange := [name for name in found if not name.isprintable() or len(name) > _MOST_NAME]:
+        raise UserError(
+            f"{path} has an array of the name {short(strange[0])}", where, f"names of at most {_MOST_NAME} printable characters"
+        )
+    return found, lines
+
+
+def _of_file(path: Path, where: str) -> Arrays:
+    if not path.exists():
+        raise UserError(f"there is no {path}", where, _KNOWN)
+    check_regular(path)
+    if path.suffix == ".safetensors":
+        return _of_safetensors(path, where)
+    weights_file: Any = importlib.import_module("hvdtrain.frameworks.torch.foreign.weights_file")
+    found: Arrays = weights_file.read_state_dict(path, _INSIDE, where)
+    return found
 
 
 def _of_folder(folder: Path, where: str) -> tuple[Arrays, list[str]]:
@@ -103,17 +116,30 @@ def _of_folder(folder: Path, where: str) -> tuple[Arrays, list[str]]:
     if name is None:
         raise UserError(f"{folder} is neither a run folder with a checkpoint nor has it {' or '.join(_OF_HUGGING_FACE)}", where, _KNOWN)
     if not name.endswith(".json"):
-        return read_weights(folder / name, where)
+        return _of_file(folder / name, where), []
+    return _of_index(folder, name, where), []
+
+
+def _of_index(folder: Path, name: str, where: str) -> Arrays:
+    """The arrays of the files that an index names. Raises UserError where it does not say what they have."""
     try:
-        names = sorted({str(file) for file in json.loads((folder / name).read_text())["weight_map"].values()})
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise UserError(f"{folder / name} is no index of weights: {error}", where, _KNOWN) from None
-    if strange := [file for file in names if Path(file).name != file]:
+        if check_regular(folder / name).st_size > _MOST_INDEX_BYTES:
+            raise ValueError(f"more than {_MOST_INDEX_BYTES} bytes")
+        weights = json.loads((folder / name).read_text())["weight_map"]
+        parts = sorted({str(file) for file in weights.values()})
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(f"{folder / name} is no index of weights: {first_line(error)}", where, _KNOWN) from None
+    if strange := [file for file in parts if Path(file).name != file or not file.isprintable()]:
         raise UserError(f"{folder / name} names {short(strange[0])}, which is no file of that folder", where, _KNOWN)
     found: Arrays = {}
-    for file in names:
-        found |= _of_safetensors(folder / file, where)
-    return found, []
+    for file in parts:
+        more = _of_safetensors(folder / file, where)
+        if twins := sorted(found.keys() & more.keys()):
+            raise UserError(f"{short(twins[0])} is in {file} and in another file of {folder / name}", where, _KNOWN)
+        found |= more
+    if absent := sorted(weights.keys() - found.keys()):
+        raise UserError(f"{folder / name} names {_some(absent)}, which the files do not have", where, "another copy of the folder")
+    return found
 
 
 def _of_run(run: Path) -> tuple[Arrays, list[str]]:
@@ -122,6 +148,8 @@ def _of_run(run: Path) -> tuple[Arrays, list[str]]:
         arrays = newest_good(run, sys.maxsize)[1]
         arrays |= averages(arrays)
     names = checkpoint.names or plain_names(arrays)
+    if absent := [own for own in names.values() if own not in arrays]:
+        raise UserError(f"{checkpoint.folder} lacks {_some(absent)}, which its names refer to", "model.weights", "another checkpoint")
     return {name: arrays[own] for name, own in names.items()}, [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
 
 
@@ -134,20 +162,10 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
             pass
         with path.open("rb") as file:
             return map_arrays(file)
-    except (SafetensorError, KeyError) as error:
-        raise UserError(f"{path} is no safetensors file that can be read: {error}", where, _KNOWN) from None
-
-
-def _of_torch(path: Path, where: str) -> Arrays:
-    tree: Any = importlib.import_module("hvdtrain.frameworks.torch.state").read_state_dict(path, where)
-    for name in _INSIDE:
-        if isinstance(tree.get(name), Mapping):
-            tree = tree[name]
-            break
-    arrays = {str(name): value for name, value in tree.items() if isinstance(value, np.ndarray)}
-    if not arrays:
-        raise UserError(f"{path} has no arrays by name", where, "a file of torch.save(model.state_dict(), FILE)")
-    return arrays
+    except KeyError as error:
+        raise UserError(f"{path} has numbers of type {error}, which is not read", where, "weights of F32, F16 or BF16") from None
+    except (SafetensorError, ValueError, MemoryError) as error:
+        raise UserError(f"{path} is no safetensors file that can be read: {first_line(error)}", where, _KNOWN) from None
 
 
 def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, str]) -> tuple[Arrays, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from pretrained_on_ranks import FROZEN, JOB, LORA, LORA_WAYS, THAW_WAYS, THAWED,
 from ranks import mpirun, needs_mpirun
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
+from strange_weights import DATA, ENTRY, safetensors_files, tensors_file, torch_files
 
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError
+from hvdtrain.training.pretrained import read_weights
 
 
 @pytest.fixture(scope="module")
@@ -426,3 +429,71 @@ def test_a_model_downloads_nothing_unless_it_may(tmp_path: Path, monkeypatch: py
     assert np.array_equal(run.weights["1.weight"], weights["1.weight"].numpy())
     torch.hub.download_url_to_file(words[1].partition("=")[2], str(tmp_path / "copy.pt"), progress=False)
     assert (tmp_path / "copy.pt").stat().st_size == (tmp_path / "weights.pt").stat().st_size
+
+
+READ = {  # what files that are read have
+    "plain": DATA,
+    "in order": DATA,
+    "ring": DATA,
+    "cycle": DATA,
+    "names of other types": DATA,
+    "type C64": DATA,
+    "a number": DATA[:4],
+    "zip compressed": DATA,
+    "expanded": bytes(4),
+}
+INDEXES: list[tuple[Any, str]] = [
+    ({"weight_map": {"w": "a.safetensors"}}, ""),
+    *(({"weight_map": {"w": name}}, "which is no file of that folder") for name in ("../a.safetensors", "/etc/passwd", "a\0", ".", "b/c")),
+    *(({"weight_map": {"w": name}}, "a folder, not a file") for name in ("..", "", "folder")),
+    *(({"weight_map": {"w": name}}, "cannot read") for name in ("none.safetensors", 3, "x" * 5000)),
+    ({"weight_map": {"w": "pipe"}}, "a pipe, not a file"),
+    ({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}, "w is in b.safetensors and in another file"),
+    ({"weight_map": {"v": "a.safetensors"}}, "names v, which the files do not have"),
+    ({"weight_map": {}}, "has no arrays by name"),
+    *((tree, "is no index of weights") for tree in ({"weight_map": ["a.safetensors"]}, {}, [], 3, None)),
+]
+
+
+def test_strange_files_are_read_right_or_refused(tmp_path: Path) -> None:
+    """About 190 files: none ends with another exception than UserError, and none takes more memory than it has bytes."""
+    read, refused = 0, 0
+    for suffix, made in ((".pt", torch_files()), (".safetensors", safetensors_files())):
+        for name, content in made:
+            path = tmp_path / f"w{suffix}"
+            path.write_bytes(content)
+            try:
+                found = list(read_weights(path, "model.weights")[0].values())[0]
+            except UserError as error:
+                assert str(path) in error.what and "\n" not in error.what and "\x1b" not in error.what, (name, error.what)
+                assert name.partition(",")[0] not in READ, (name, error.what)
+                refused += 1
+            else:
+                expected = READ.get(name.partition(",")[0])
+                assert expected is None or found.flat[:12].tobytes()[: len(expected)] == expected, name
+                read += 1
+    assert read > 30 and refused > 110, (read, refused)
+
+
+def test_an_index_of_weights(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(tensors_file({"w": ENTRY}))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for tree, what in INDEXES:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(tree))
+        if what:
+            with pytest.raises(UserError, match=what):
+                read_weights(tmp_path, "model.weights")
+        else:
+            assert read_weights(tmp_path, "model.weights")[0]["w"].tobytes() == DATA
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match="is no index of weights"):
+        read_weights(tmp_path, "model.weights")
+
+
+def test_names_with_brackets(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are shown as they are."""
+    save_file({**weights_of(trained), "[/bold]": np.ones(3), "a[0]": np.ones(3)}, tmp_path / "w.safetensors")
+    hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *JOB.split(), f"model.weights={tmp_path / 'w.safetensors'}")
+    assert "2 of the file are not of the model: [/bold], a[0]" in capsys.readouterr().out

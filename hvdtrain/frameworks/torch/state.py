@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
@@ -195,28 +193,6 @@ def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
     """Raises TypeError for a number type that numpy does not have, as bfloat16."""
     found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return found
-
-
-def read_state_dict(path: Path, where: str) -> dict[str, Any]:
-    """What torch.save() has written, without code of its own: tensors as arrays on the host, 16-bit ones of bfloat16 as float32.
-
-    Raises UserError for a file of anything else.
-    """
-    try:
-        tree = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, torch.serialization.pickle.UnpicklingError) as error:
-        what = f"{path} has no weights alone: {type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(what, where, "a file of torch.save(model.state_dict(), FILE), or of safetensors") from None
-    if not isinstance(tree, Mapping):
-        raise UserError(f"{path} has a {type(tree).__name__}", where, "a file of torch.save(model.state_dict(), FILE)")
-    return {str(name): _as_arrays(value) for name, value in tree.items()}
-
-
-def _as_arrays(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.float() if value.dtype == torch.bfloat16 else value
-        return value.detach().numpy()
-    return {str(name): _as_arrays(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def save_state_dict(weights: Arrays, file: BinaryIO) -> None:

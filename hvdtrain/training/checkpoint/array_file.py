@@ -55,18 +55,32 @@ def write_arrays(
 
 
 def map_arrays(file: BufferedReader) -> Arrays:
-    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the process (ulimit -d)."""
+    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the process (ulimit -d).
+
+    Raises KeyError for a type of numbers that is not read, and ValueError for two arrays of one name, or one of too many dimensions.
+    """
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    tree = json.loads(file.read(length))
+    tree = json.loads(file.read(length), object_pairs_hook=_without_twins)
     tree.pop("__metadata__", None)
-    data = np.memmap(file, np.uint8, mode="r", offset=8 + length) if any(of["shape"] for of in tree.values()) else np.zeros(0, np.uint8)
+    data = (
+        np.memmap(file, np.uint8, mode="r", offset=8 + length)
+        if any(of["data_offsets"][1] for of in tree.values())
+        else np.zeros(0, np.uint8)
+    )
     arrays = {}
     for name, of in tree.items():
         begin, end = of["data_offsets"]
         numbers = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
         arrays[name] = (numbers.astype(np.uint32) << 16).view(np.float32) if of["dtype"] == "BF16" else numbers
     return arrays
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has two arrays of one name")
+    return found
 
 
 def in_order(arrays: Arrays) -> Arrays:
