@@ -46,6 +46,10 @@ read -ra options <<<"$QSUB" || true
 is_dry=
 [[ ${1:-} != --dry-run ]] || { is_dry=yes && shift; }
 arguments+=("$@")
+if [[ ! -r jobs/job-words.sh ]]; then
+    echo "pbs.sh: no jobs/job-words.sh in $PWD; submit from the folder that contains jobs/" >&2
+    exit 2
+fi
 source jobs/job-words.sh
 read_words pbs.sh "${arguments[@]}"
 check_words

@@ -158,6 +158,12 @@ def test_the_wrapper_must_be_where_the_job_was_submitted(tmp_path: Path) -> None
         f"slurm.sbatch: no program {tmp_path}/jobs/srun-wrapper.sh or no jobs/job-words.sh; submit from the folder that contains jobs/\n"
     )
     assert (done.returncode, done.stderr) == (2, wanted)
+    for name, job in {
+        "elastic.sbatch": {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)},
+        "pbs.sh": {"PBS_JOBID": "7", "PBS_NODEFILE": "/dev/null", "PBS_O_WORKDIR": str(tmp_path)},
+    }.items():
+        done = run(JOBS / name, **job)
+        assert done.returncode == 2 and done.stderr.endswith("jobs/\n") and f"{name}: no " in done.stderr
 
 
 def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
