@@ -47,7 +47,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
 total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
-table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist()])
+table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist(), *map(os.environ.get, ("MASTER_ADDR", "GROUP_RANK"))])
 if engine.rank == 0:
     print(json.dumps(table))
 engine.close()
@@ -128,13 +128,13 @@ def gone(left: Callable[[], set[int]], limit_s: float = 300.0) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> None:
-    """`launch -H n1:1,n2:2 -- probe.py`: each rank knows its host, its local rank, and the size of the job; its lines have its number."""
+    """`launch -H n1:1,n2:2 -- probe.py`: each rank knows its host, its local rank, the size of the job, and rank 0's address."""
     (tmp_path / "probe.py").write_text(PROBE)
     words = ["launch", "-H", "n1:1,n2:2", "--logs", f"{tmp_path}", "--", str(tmp_path / "probe.py"), engine]
     with hosts.start("n1", [sys.executable, "-m", "hvdtrain", *words]) as job:
         result = job.wait()
     assert result.returncode == 0, result
-    table = json.dumps([["n1", 0, 1, [111.0]], ["n2", 0, 2, [111.0]], ["n2", 1, 2, [111.0]]])
+    table = json.dumps([["n1", 0, 1, [111.0], "n1", "0"], ["n2", 0, 2, [111.0], "n1", "1"], ["n2", 1, 2, [111.0], "n1", "1"]])
     assert result.stdout.splitlines() == [f"[0] {table}"] and (tmp_path / "rank-0.log").read_text() == f"{table}\n", result
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["rank-0.log", "rank-1.log", "rank-2.log"]
 
