@@ -17,10 +17,11 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.data.codebook import codebook_of
-from hvdtrain.data.datasets.text import decode, read_tokenizer
+from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
 from hvdtrain.data.subset import Subset
+from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         build_source(configure(None, ["data.name=text"]), "train")
 
 
-TOKENIZER = {
+TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "pre_tokenizer": {"type": "Whitespace"},
     "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "to": 1, "be": 2, "or": 3}, "unk_token": "[UNK]"},
@@ -115,10 +116,56 @@ def test_a_tokenizer_that_truncates_and_pads_gives_the_tokens_of_the_text(tmp_pa
     assert line.startswith("changed.json asks for truncation and padding") and line in notes_of(found)
 
 
-@pytest.mark.parametrize(("content", "what"), [(None, "no such file"), (json.dumps(TOKENIZER)[:-30], "the tokenizer is damaged")])
-def test_a_damaged_tokenizer_is_refused(content: str | None, what: str, tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("to be")
+def changed(**parts: Any) -> dict[str, Any]:
+    """TOKENIZER with other parts; those of the model in `model`."""
+    return {**TOKENIZER, **parts, "model": {**TOKENIZER["model"], **parts.get("model", {})}}
+
+
+def replacing(kind: str, **what: Any) -> dict[str, Any]:
+    return changed(normalizer={"type": "Sequence", "normalizers": [{"type": kind, **what}] * 3})
+
+
+DAMAGED = "the tokenizer is damaged"
+UNREADABLE = "the tokenizer does not read the text"
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+WRONG_TOKENIZERS: list[tuple[Any, str]] = [
+    (None, "no such file"),
+    *((text, DAMAGED) for text in (json.dumps(TOKENIZER)[:-30], "", "[]", "3", "[" * 100_000, "\0")),
+    *((changed(model={"vocab": {"a": number}}), DAMAGED) for number in (-1, 1.5, "x", None, 2**32)),
+    *((changed(model={"vocab": {"a": number}}), f"has the number {number}, at most") for number in (2**24, 2**32 - 1)),
+    *((changed(model={"vocab": vocabulary}), UNREADABLE) for vocabulary in ({}, {"zebra": 0})),
+    (changed(model={"unk_token": "none"}), UNREADABLE),
+    (changed(version="9.0"), DAMAGED),
+    *(
+        ({**TOKENIZER, "model": model}, DAMAGED)
+        for model in (None, {"type": "x"}, {**BPE, "merges": [["a", "z"]]}, {**BPE, "dropout": 2.0})
+    ),
+    (changed(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}), DAMAGED),
+    (replacing("Replace", pattern={"String": "a"}, content="a" * 100), "replacements make a text 1000000 times as long"),
+    (replacing("Prepend", prepend="a" * 100), "replacements make a text 1000000 times as long"),
+]
+
+
+@pytest.mark.parametrize(("content", "what"), WRONG_TOKENIZERS, ids=map(str, range(len(WRONG_TOKENIZERS))))
+def test_a_damaged_tokenizer_is_refused(content: Any, what: str, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("the cat sat on the mat " * 9)
     if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=what):
+        (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(UserError, match=what) as caught:
         build_source(configure(None, words(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer.json'}")), "train")
+    assert "tokenizer.json" in caught.value.where
+
+
+def test_numbers_with_gaps_and_dropout(tmp_path: Path) -> None:
+    """The model has a row for each number up to the largest; tokens are not drawn."""
+    (tmp_path / "text.txt").write_text("the cat " * 20)
+    vocabulary = {**TOKENIZER["model"]["vocab"], "the": 50}
+    (tmp_path / "t.json").write_text(json.dumps(changed(model={"vocab": vocabulary})))
+    found = text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "t.json")
+    assert isinstance(found, text.Windows) and found.tokens.max() == 50 and found.fields["tokens"].values == 51
+    assert found.notes == (f"t.json has {len(vocabulary)} tokens with numbers up to 50: the model gets 51, with gaps",)
+    merges = {"type": "BPE", "vocab": {**{letter: n for n, letter in enumerate("acehtT")}, "th": 6}, "merges": [["t", "h"]], "dropout": 0.5}
+    (tmp_path / "b.json").write_text(json.dumps({**TOKENIZER, "model": merges}))
+    drawn = text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "b.json")
+    assert isinstance(drawn, text.Windows) and drawn.tokens.tolist() == [6, 2, 1, 0, 4] * 20
+    assert "dropout of merges" in drawn.notes[0]

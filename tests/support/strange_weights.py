@@ -63,7 +63,11 @@ def _trees() -> dict[str, Any]:
                 torch.bool,
             )
         },
-        **{kind: tree for kind, tree in (("tensor", ARRAY), ("list", [ARRAY]), ("int", 3), ("none", None), ("text", "x"), ("empty", {}))},
+        "tensor": ARRAY,
+        "list": [ARRAY],
+        "int": 3,
+        "none": None,
+        "empty": {},
         "plain": {"w": ARRAY},
         "in order": collections.OrderedDict(w=ARRAY),
         "cycle": cycle,

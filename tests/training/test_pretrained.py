@@ -463,7 +463,7 @@ def test_strange_files_are_read_right_or_refused(tmp_path: Path) -> None:
             path = tmp_path / f"w{suffix}"
             path.write_bytes(content)
             try:
-                found = list(read_weights(path, "model.weights")[0].values())[0]
+                found = next(iter(read_weights(path, "model.weights")[0].values()))
             except UserError as error:
                 assert str(path) in error.what and "\n" not in error.what and "\x1b" not in error.what, (name, error.what)
                 assert name.partition(",")[0] not in READ, (name, error.what)

@@ -16,8 +16,9 @@ from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import Codebook
-from hvdtrain.data.datasets.text import decode, read_tokenizer
+from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import permutation
+from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.tasks.language import Language
@@ -138,7 +139,7 @@ def _text(rank: Rank, config: Config, learner: Sampler, task: Language, request:
     if tokenizer is None:
         prompt = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int64)
     else:
-        prompt = np.array(tokenizer.encode(request.prompt, add_special_tokens=False).ids, np.int64)
+        prompt = np.array(tokenizer.encode(request.prompt), np.int64)
     if not 1 <= len(prompt) <= task.context:
         raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {task.context}")
     if prompt.max() >= task.tokens.values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.data.source import Field, Source, Split, check_indices
+from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Windows:
         return {"text": digest({"tokens": self.tokens})}
 
 
-def encode(text: bytes, path: Path, tokenizer: Any | None) -> tuple[np.ndarray, int]:
+def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.ndarray, int]:
     """The tokens of a text, and how many there may be. Raises UserError where it is no UTF-8."""
     try:
         characters = text.decode()
@@ -102,39 +103,11 @@ def encode(text: bytes, path: Path, tokenizer: Any | None) -> tuple[np.ndarray, 
         raise UserError(f"byte {error.start} is no UTF-8: {error.reason}", f"{path}:{line}", "convert the text: iconv -t UTF-8") from None
     if tokenizer is None:
         return np.frombuffer(text, np.uint8), _BYTES
-    vocabulary = tokenizer.get_vocab_size()
-    numbers = tokenizer.encode(characters, add_special_tokens=False).ids
-    return np.array(numbers, np.uint16 if vocabulary <= 2**16 else np.uint32), vocabulary
+    return np.array(tokenizer.encode(characters), np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32), tokenizer.vocabulary
 
 
-def decode(tokens: np.ndarray, tokenizer: Any | None) -> str:
+def decode(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """The text of integer tokens (m,); bytes that are no UTF-8 are shown as such."""
     if tokenizer is None:
         return bytes(tokens.astype(np.uint8)).decode(errors="backslashreplace")
-    return str(tokenizer.decode(tokens.tolist()))
-
-
-def read_tokenizer(path: Path, notes: list[str] | None = None) -> Any:
-    """A tokenizer.json, which neither truncates nor pads; `notes` gets a line where the file says so.
-
-    Raises UserError where the package is missing, or the file is absent or damaged.
-    """
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("data.tokenizer needs the tokenizers package", "data.tokenizer", "pip install 'hvdtrain[tokenizers]'") from None
-    if not path.is_file():
-        raise UserError("no such file", str(path), "data.tokenizer=FILE, a tokenizer.json")
-    try:
-        found = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
-        what = f"the tokenizer is damaged or of another kind: {error!s:.200}"
-        raise UserError(what, str(path), "restore the file from a copy") from None
-    if asked := [word for word, is_asked in (("truncation", found.truncation), ("padding", found.padding)) if is_asked]:
-        found.no_truncation()
-        found.no_padding()
-        if notes is not None:
-            notes.append(
-                f"{path.name} asks for {' and '.join(asked)}, which a text has no use for: every token of it is read, and no other"
-            )
-    return found
+    return tokenizer.decode(tokens.tolist())
