@@ -27,7 +27,7 @@ def names_of_tests() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"\S*tests/[\w/]*", "", page.read_text())  # files: the next test looks for them
-    named = set(re.findall(r"\btest_\w+", text))
+    named = set(re.findall(r"\btest_\w+\b(?!\()", text))  # test_step() is a method of Keras
     assert not named - names_of_tests()
 
 

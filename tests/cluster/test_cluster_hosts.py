@@ -47,7 +47,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
 total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
-table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist(), *map(os.environ.get, ("MASTER_ADDR", "GROUP_RANK"))])
+torch = [os.environ[key] for key in ("MASTER_ADDR", "GROUP_RANK")]
+table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist(), *torch])
 if engine.rank == 0:
     print(json.dumps(table))
 engine.close()
