@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features import comm, data, dense, frameworks, log, lost, mesh, optim, passes, pipeline, reduce, servers, shards, tasks
-from hvdtrain.features.job_feature import JobFeature, PlannedJob, value_of
+from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, other_than, value_of
 from hvdtrain.recipe.conflicts import recipe_conflicts
 
 
-def _plain(key: str, usual: Any, *examples: str) -> JobFeature:
-    """A feature that is on where a key has another value than the usual one."""
+def _plain(key: str, usual: Any, *examples: str, without: Sequence[Exclusion] = ()) -> JobFeature:
+    """A feature that is on where a key has another value than the usual one. without: of JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
 
-    return JobFeature(key=key, on=on, examples=examples)
+    no_examples = "" if examples else "it excludes nothing, and keys that mean nothing without it are refused where it is off"
+    return JobFeature(key=key, on=on, examples=examples, no_examples=no_examples, without=tuple(without))
+
+
+def _means_nothing(key: str, usual: Any, example: Any, needed: str) -> Exclusion:
+    """A key that is read only where `needed` is set."""
+    return Exclusion(key, other_than(usual, example), what=f"{{set}} has no effect without {needed}", fix=f"{needed}, or leave {{key}} out")
 
 
 PLAIN = (  # these exclude nothing by themselves: others say where they cannot go with them
-    _plain("norm.kind", "batch", "norm.kind=ghost norm.ghost=3"),
+    _plain(
+        "norm.kind",
+        "batch",
+        "norm.kind=ghost norm.ghost=3",
+        without=(
+            _means_nothing("norm.ghost", 128, 16, "norm.kind=ghost"),
+            _means_nothing("norm.statistics", "averaged", "sequential", "norm.kind=ghost"),
+        ),
+    ),
     _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
     _plain("speed.compile", "none", "speed.compile=default"),
     _plain("speed.channels_last", None, "speed.channels_last=true"),
@@ -41,7 +55,19 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
     _plain("model.freeze", [], 'model.freeze=["*bias"]'),
     _plain("evaluate.every_steps", None, "evaluate.every_steps=2"),
     _plain("evaluate.samples", None, "evaluate.samples=5"),
-    _plain("guard.nonfinite", "stop", "guard.nonfinite=skip", "guard.nonfinite=rollback"),
+    _plain(
+        "guard.nonfinite",
+        "stop",
+        "guard.nonfinite=skip",
+        "guard.nonfinite=rollback",
+        without=(_means_nothing("guard.nonfinite_limit", 20, 5, "guard.nonfinite=skip or rollback"),),
+    ),
+    _plain(
+        "checkpoint.every",
+        None,
+        without=(_means_nothing("guard.mtbf_hours", None, 24.0, "checkpoint.every=auto"),),
+    ),
+    _plain("stop.patience", None, without=(_means_nothing("stop.min_delta", 0.0, 0.01, "stop.patience"),)),
     _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),
     _plain("log.step_times", False, "log.step_times=true"),
 )

@@ -119,6 +119,14 @@ STOP_TARGET = JobFeature(
     on=lambda config: config.stop.target is not None,
     examples=("stop.target=0.99",),
     off="stop.target=null",
+    without=(
+        Exclusion(
+            "stop.target_for",
+            other_than(1, 2),
+            what="{set} has no effect without stop.target",
+            fix="stop.target=VALUE, or leave {key} out",
+        ),
+    ),
     rules=(_shares,),
 )
 

@@ -68,10 +68,8 @@ class _Encoder(NamedTuple):
             raise UserError(f"{path[:80]} is nested more than {_MOST_DEPTH} deep", _WHERE, _FIX)
         if hasattr(value, "state_dict") and callable(value.state_dict):
             value = value.state_dict()
-        if value is None or type(value) in (bool, int, float, str):  # not IntEnum, which would come back as an int
+        if value is None or type(value) in (bool, int, float, str, np.str_):  # not IntEnum, which would come back as an int
             return value
-        if isinstance(value, np.str_):
-            return str(value)
         if isinstance(value, np.generic) and value.dtype.kind in "iufb":
             return {"scalar": self._put(np.array([value]))}
         if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "iufb":  # not a masked one, whose mask would be dropped

@@ -22,8 +22,33 @@ def check_recipe(config: Config) -> None:
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
     """Every contradiction in the recipe that shows without data."""
-    for rule in (_schedule, _plateau, _one_cycle, _function, _chain, _warmup, _end, _growth, _reference_batch):
+    for rule in (_without_effect, _schedule, _plateau, _one_cycle, _function, _chain, _warmup, _end, _growth, _reference_batch):
         yield from rule(config)
+
+
+_READ_BY = {  # keys of the recipe: the schedules that read them; _plateau() has those of schedule=plateau alone
+    "gamma": ("steps", "exponential", "plateau"),
+    "power": ("polynomial",),
+    "end_lr": ("cosine", "linear", "polynomial", "plateau", "one_cycle"),  # of which _one_cycle() refuses it
+    "floor": ("steps", "exponential", "cosine", "linear", "polynomial", "plateau", "one_cycle"),
+}
+
+
+def _without_effect(config: Config) -> Iterator[UserError]:
+    """Errors of keys that no schedule of this job reads."""
+    recipe = config.recipe
+    for name, schedules in _READ_BY.items():
+        is_read = recipe.schedule in schedules or (name == "gamma" and recipe.growth == "decays")
+        is_read = is_read or (name == "floor" and bool(recipe.chain or recipe.function))
+        if is_read or getattr(recipe, name) == type(recipe).model_fields[name].default:
+            continue
+        what = f"recipe.{name} has no effect: recipe.schedule={recipe.schedule} does not read it"
+        piece = "; a piece of recipe.chain has its own" if recipe.chain and name != "floor" else ""
+        yield UserError(what, config.where(f"recipe.{name}"), f"recipe.schedule={' or '.join(schedules)}, or leave it out{piece}")
+    for name in ("warmup_kind", "warmup_from"):
+        if getattr(recipe, name) != type(recipe).model_fields[name].default and not read_length(recipe.warmup).amount:
+            what = f"recipe.{name} has no effect without recipe.warmup"
+            yield UserError(what, config.where(f"recipe.{name}"), "recipe.warmup=5%, or leave it out")
 
 
 def _schedule(config: Config) -> Iterator[UserError]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from hvdtrain.data.source import Source, arrays_in_memory, known_labels
+from hvdtrain.data.subset import Subset
+from hvdtrain.tasks.inputs import without_stats
 
 
 def edges_of_bins(bins: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,3 +45,60 @@ def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
         return found
     of_class = logits[np.arange(len(labels)), labels][:, None]
     return found | {"among_top": (~(logits <= of_class)).sum(1) < top_k}
+
+
+_MOST_LABELS = 2**26  # that are looked at before a job starts: a third of a second
+_SHOWN = 5  # ranges of a message
+
+
+def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -> list[str]:
+    """A line for the user where training labels that are in memory leave out classes of the model, as 11 to 254 beside 255.
+
+    name: of the task, whose labels are classes of samples or pixels, or columns of zeros and ones.
+    """
+    found = _labels_in_memory(train)
+    if found is None or not len(found[0]):
+        return []
+    labels, are_all = found
+    if name == "multilabel":
+        counts = np.count_nonzero(labels, axis=0)
+    else:
+        counts = np.bincount(labels[(labels >= 0) & (labels < classes)].reshape(-1).astype(np.int64), minlength=classes)
+    present: np.ndarray = np.asarray(counts) > 0
+    if ignored is not None and 0 <= ignored < len(present):
+        present[ignored] = True
+    missing = np.flatnonzero(~present)
+    if not len(missing):
+        return []
+    unit = {"multilabel": "sample has", "segmentation": "pixel is of"}.get(name, "sample is of")
+    kind = "label" if name == "multilabel" else "class"
+    if name == "classification" and missing.tolist() == [0]:  # notes_on_labels() says it
+        return []
+    looked_at = "" if are_all else f" (of the {len(labels):,} samples looked at)"
+    line = f"no {unit} {kind} {_ranges(missing)}{looked_at}: the model has an output for each of {classes:,}"
+    last = classes - 1
+    if name != "multilabel" and ignored is None and missing[-1] == last - 1:
+        line += f"; task.ignore_label={last} if {last} stands for no class"
+    return [line]
+
+
+def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
+    """Labels y (n, ...), all or evenly spread ones of many; None where samples would have to be read for them."""
+    labels = known_labels(source)
+    if labels is not None:
+        return labels, True
+    whole = without_stats(source)
+    arrays = arrays_in_memory(whole.source if isinstance(whole, Subset) else whole)
+    if arrays is None or "y" not in arrays or arrays["y"].dtype.kind not in "iub":
+        return None
+    y = arrays["y"]
+    most = max(1, _MOST_LABELS // max(1, math.prod(y.shape[1:])))
+    return (y, True) if len(y) <= most else (y[np.linspace(0, len(y) - 1, most).astype(np.int64)], False)
+
+
+def _ranges(numbers: np.ndarray) -> str:
+    """3, 5 to 9 and 4 more."""
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    shown = [f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts[:_SHOWN]]
+    more = sum(len(part) for part in parts[_SHOWN:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")

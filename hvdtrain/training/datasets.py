@@ -35,7 +35,10 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.classification import Classification, notes_on_labels
 from hvdtrain.tasks.inputs import is_image
+from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.tasks.language import Language
+from hvdtrain.tasks.multilabel import Multilabel
+from hvdtrain.tasks.segmentation import Segmentation
 from hvdtrain.tasks.several_inputs import input_fields, transforms_of
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
@@ -378,6 +381,9 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
         )
     if isinstance(task, Classification):
         lines += notes_on_labels(train, val, task.classes, task.ignored)
+    if isinstance(task, (Classification, Segmentation, Multilabel)):
+        y = task.fields["y"]
+        lines += notes_on_gaps(train, task.name, y.shape[0] if isinstance(task, Multilabel) else y.values, y.ignored)
     if not isinstance(task, Classification) or not task.is_of_images:
         return lines
     is_grey = task.shape[2] == 3 and not config.data.mean and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1

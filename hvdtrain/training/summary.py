@@ -135,6 +135,8 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         largest_share = -(-config.batch.size // readers)
         samples = -(-largest_share // micro_batches_per_step(config.batch, largest_share, config.batch.size, config.batch.size))
         lines.append(f"norm    {_norm_summary(config, samples)}")
+        if config.norm.kind == "sync" and readers > 1 and _drops(job.learner.module):
+            lines.append("        dropout draws on each rank for itself, so results depend on the number of ranks; without it they do not")
     lines += [
         f"model   {config.model.name}: {job.learner.describe()}",
         *job.hooks.summary(),
@@ -303,6 +305,12 @@ def _decay_of_class(config: Config) -> list[str]:
         return [f"        weight decay {found:g} of all parameters, the default of {config.optim.name}"]
     but = " but for norms and biases" if found and config.optim.exclude == "norms_and_biases" else ""
     return [f"        weight decay {found:g}{but}, optim.weight_decay"]
+
+
+def _drops(module: Any) -> bool:
+    """Whether a model of torch has layers that draw while it trains."""
+    layers = module.modules() if hasattr(module, "modules") else ()
+    return any("Dropout" in type(layer).__name__ and getattr(layer, "p", 0.0) > 0 for layer in layers)
 
 
 def _norm_summary(config: Config, samples: int) -> str:

@@ -90,6 +90,16 @@ def test_weights_and_optimizer_state_stay_single_and_evaluation_is_half_too() ->
     assert "torch float32 and bfloat16 on cpu" in one.describe()
 
 
+@pytest.mark.parametrize(("name", "flag"), [("bf16", "avx512_bf16"), ("fp16", "avx512_fp16")])
+def test_the_header_says_where_a_cpu_emulates_a_type(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, is_emulated in ((frozenset({"avx2"}), True), (frozenset({"avx2", flag}), False), (frozenset[str](), False)):
+        monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
+        note = f" on cpu ({name} is emulated: this CPU has no instructions for it, and speed.precision=fp32 is several times faster)"
+        assert (note in learner(f"speed.precision={name}", "model.name=linear").describe()) is is_emulated
+    monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert "emulated" not in learner("model.name=linear").describe()
+
+
 def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for has, words in ((True, "torch float32 and bfloat16"), (False, "torch float32: no bf16 unit")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)

@@ -23,8 +23,9 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import ArraySource, Source, known_labels
 from hvdtrain.errors import UserError
-from hvdtrain.tasks import classification
+from hvdtrain.tasks import classification, segmentation
 from hvdtrain.tasks.classification import Classification, PartlyLabelled
+from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.training.build import build_learner, build_task, planned_task, restore_task
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, notes, open_datasets
@@ -393,3 +394,34 @@ def test_labels_that_are_read_with_the_samples_are_named() -> None:
 def test_partly_labelled_sets_are_those_of_the_invariance_test() -> None:
     found: Batch = own_data.partly_labelled("train")
     assert 0.4 < (found["y"] == UNLABELLED).mean() < 0.6 and (found["y"][:20] == UNLABELLED).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "y", "classes", "ignored", "lines"),
+    [
+        ("classification", [0, 1, 2, 1], 3, None, []),
+        ("classification", [0, 1, 255], 256, None, ["no sample is of class 2 to 254: the model has an output for each of 256; "
+                                                    "task.ignore_label=255 if 255 stands for no class"]),
+        ("classification", [0, 1, 255], 2, 255, []),
+        ("classification", [0, 3, 3, 1], 5, None, ["no sample is of class 2, 4: the model has an output for each of 5"]),
+        ("segmentation", [[[0, 255], [1, 1]]] * 4, 256, None, ["no pixel is of class 2 to 254: the model has an output for each of 256; "
+                                                              "task.ignore_label=255 if 255 stands for no class"]),
+        ("segmentation", [[[0, 255], [1, 1]]] * 4, 2, 255, []),
+        ("multilabel", [[0, 1, 0], [0, 1, 1]], 3, None, ["no sample has label 0: the model has an output for each of 3"]),
+    ],
+)  # fmt: skip
+def test_gaps_in_labels_are_reported(name: str, y: list[Any], classes: int, ignored: int | None, lines: list[str]) -> None:
+    labels = np.array(y)
+    source = as_source({"x": np.zeros((len(labels), 2)), "y": labels}, "data", "train_data")
+    assert notes_on_gaps(source, name, classes, ignored) == lines
+
+
+def test_a_mask_of_255_is_a_line_of_the_header() -> None:
+    x = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 1), dtype=np.uint8)
+    data = {"x": x, "y": np.where(x[..., 0] > 100, 1, 0).astype(np.uint8)}
+    data["y"][:, 0] = 255
+    source = as_source(data, "data", "train_data")
+    task = segmentation.build("segmentation", source, source, "data")
+    assert task.classes == 256
+    lines = notes(configure(None, ["task.name=segmentation"]), Datasets(source, source, task))
+    assert any("task.ignore_label=255 if 255 stands for no class" in line for line in lines)

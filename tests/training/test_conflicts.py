@@ -28,6 +28,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.config.read import configure
+from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import Exclusion, JobFeature
@@ -241,7 +242,7 @@ def _says(told: UserError, error: UserError | None) -> bool:
 def test_every_feature_has_examples() -> None:
     """Or says why no test of pairs can turn it on; a rule without a feature is in conflicts_of()."""
     without = {feature.key: feature.no_examples for feature in FEATURES if not feature.examples}
-    assert without.keys() == {"comm.device_memory", "speed.devices"} and all(without.values()), without
+    assert without.keys() == {"comm.device_memory", "speed.devices", "checkpoint.every", "stop.patience"} and all(without.values()), without
     assert [feature.key for feature in FEATURES if feature.on(configure(None, []))] == []
 
 
@@ -378,3 +379,94 @@ def test_features_have_meanings() -> None:
     assert frozenset().union(*known.values()) | {"nccl"} == MEANINGS.keys()
     with pytest.raises(UserError, match="unknown name: nothing"):
         features_of("nothing")
+
+
+# Keys that are read only where another one is set: a value by itself, and the words with which it has an effect.
+NEEDS = {
+    "recipe.gamma=0.5": "recipe.schedule=steps recipe.milestones=[1]",
+    "recipe.power=3": "recipe.schedule=polynomial",
+    "recipe.end_lr=0.001": "recipe.schedule=cosine",
+    "recipe.floor=0.1": "recipe.schedule=cosine",
+    "recipe.warmup_kind=constant": "recipe.warmup=1",
+    "recipe.warmup_from=0.01": "recipe.warmup=1",
+    "recipe.milestones=[1]": "recipe.schedule=steps",
+    "recipe.cycle_momentum=[0.8,0.9]": "recipe.schedule=one_cycle",
+    **{f"recipe.{words}": "recipe.schedule=plateau" for words in ("patience=3", "threshold=0.1", "threshold_mode=abs", "cooldown=2")},
+    "recipe.batch_max=64": "recipe.growth=decays recipe.schedule=steps recipe.milestones=[1]",
+    "recipe.grow_at=[1]": "recipe.growth=milestones recipe.grow_to=[64]",
+    "recipe.grow_to=[64]": "recipe.growth=milestones recipe.grow_at=[1]",
+    "recipe.adapt_regime=true": "optim.base_batch=16",
+    "recipe.sample_noise=0.5": "optim.base_batch=16",
+    "norm.ghost=16": "norm.kind=ghost",
+    "norm.statistics=sequential": "norm.kind=ghost",
+    "guard.nonfinite_limit=5": "guard.nonfinite=skip",
+    "guard.mtbf_hours=24": "checkpoint.every=auto",
+    "stop.min_delta=0.1": "stop.patience=3",
+    "stop.target_for=2": "stop.target=0.9",
+    "data.shuffle_block=8": "data.shuffle=blocks",
+    "data.shuffle_window=8": "data.shuffle=blocks",
+    "data.bucket_by=length": "data.pad={tokens: 0}",
+    "augment.pad=reflect": "augment.crop=1",
+    "augment.magnitude=4": "augment.rand_augment=2",
+    "model.weights_skip=[a]": "model.weights=w.safetensors",
+    "model.weights_names=[a=b]": "model.weights=w.safetensors",
+    "model.lora_rank=4": "model.lora=[a]",
+    "model.lora_alpha=4": "model.lora=[a]",
+    "model.lora_dropout=0.1": "model.lora=[a]",
+    "comm.local_from=1": "comm.local_steps=2",
+    "parallel.sequence=true": "parallel.tensor=2 model.name=gpt task.name=language",
+    "parallel.schedule=gpipe": "parallel.pipeline=2",
+    "parallel.virtual=2": "parallel.pipeline=2 parallel.schedule=interleaved",
+    "parallel.micro_batches=4": "parallel.pipeline=2",
+    "parallel.balance=[1,1]": "parallel.pipeline=2",
+    "parallel.dense_updates=2": "parallel.dense=b",
+    "shard.group=node": "shard.stage=1",
+    "shard.reshard=false": "shard.stage=3",
+    "shard.offload=optimizer": "shard.stage=1",
+    "servers.bound=2": "servers.count=1",
+    **{f"servers.{words}": "servers.count=1 servers.bound=2" for words in ("correct=scale", "compensation=0.1", "log=true")},
+    **{f"comm.{words}": "comm.engine=horovod" for words in ("hierarchical=true", "cycle_ms=2", "fusion_mb=4")},
+}
+
+# Keys with an effect by themselves. A new key belongs to one of the two lists.
+BY_THEMSELVES = """
+framework run resume epochs seed hooks task.name model.name optim.name
+data.name data.root data.stage data.val_share data.mean data.std data.inputs data.pad data.mask data.pack data.class_names data.sampling
+data.shuffle data.sample_weights data.resident data.ahead data.readers data.workers
+augment.crop augment.resized_crop augment.flip augment.cutout augment.mixup augment.cutmix augment.rand_augment augment.color_jitter
+augment.erase batch.size batch.per_rank batch.micro batch.evaluate
+model.loss model.label_smoothing model.classifier_std model.recompute model.weights model.download model.freeze model.thaw model.lora
+optim.base_lr optim.base_batch optim.momentum optim.weight_decay optim.exclude optim.groups optim.ema optim.clip_norm optim.clip_value
+recipe.scale recipe.warmup recipe.schedule recipe.function recipe.chain recipe.growth recipe.gradient_noise norm.kind
+comm.engine comm.address comm.timeout_s comm.reduce comm.device_memory comm.bucket_mb comm.compression comm.local_steps comm.tune comm.op
+parallel.tensor parallel.dense parallel.pipeline shard.stage servers.count
+speed.precision speed.device speed.devices speed.channels_last speed.compile speed.deterministic
+stop.steps stop.time stop.target stop.patience stop.restore_best evaluate.every_steps evaluate.samples evaluate.views
+checkpoint.every_steps checkpoint.every_minutes checkpoint.every checkpoint.keep_last checkpoint.keep_best
+guard.max_time guard.stall_s guard.start_s guard.nonfinite guard.lost guard.equal_steps
+log.every_steps log.every_s log.display log.per_rank log.trackers log.targets log.step_times log.samples log.noise_scale profile.steps
+"""
+
+
+def _refused(words: str) -> str:
+    config = configure(None, [*words.split(), "batch.size=32"] if "{" not in words else [words, "batch.size=32"])
+    engine = "horovod" if "horovod" in words else "mpi"
+    try:
+        refuse_conflicts(config, engine, 2)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("words", NEEDS)
+def test_a_key_without_effect_is_refused(words: str) -> None:
+    key = words.partition("=")[0]
+    assert key in _refused(words), "it does nothing by itself"
+    needed = NEEDS[words]
+    assert "{" in needed or not _refused(f"{words} {needed}"), "it is read there"
+
+
+def test_every_key_is_known_to_have_an_effect_or_to_need_another() -> None:
+    needing = {words.partition("=")[0] for words in NEEDS}
+    assert needing.isdisjoint(BY_THEMSELVES.split())
+    assert known_keys().keys() == needing | set(BY_THEMSELVES.split())

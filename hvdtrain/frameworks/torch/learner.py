@@ -258,7 +258,9 @@ class TorchLearner(Learner):
         count = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters())
         trained = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters() if p.requires_grad)
         of_them = f", {trained:,} of them trained" * (trained < count)
-        how = f"torch {self.forward.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
+        precision = self.forward.precision
+        device = f"{describe_device(self.device)}{precision.note}"
+        how = f"torch {precision.summary} on {device}{compile_summary(self.config.speed.compile)}"
         return f"{name}, {count:,} parameters{of_them}, {how}, {self.strategy.summary}"
 
     def read_waited(self) -> Waited | None:

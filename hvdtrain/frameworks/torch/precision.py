@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ class Precision(NamedTuple):
     weights: torch.dtype
     layers: torch.dtype | None
     summary: str  # "float32 and bfloat16"
+    note: str = ""  # what slows it down on this device, to follow the device's name
     keeps_casts: bool = True  # one cast of a weight for a whole pass, whose copy stays until its end
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -45,7 +47,10 @@ def pick_precision(config: Config, device: torch.device, communicator: Communica
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
     summary = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
-    return Precision(weights, half, summary, keeps_casts=config.shard.stage < 3)
+    note = ""
+    if half is not None and is_emulated(half, device):
+        note = f" ({name} is emulated: this CPU has no instructions for it, and speed.precision=fp32 is several times faster)"
+    return Precision(weights, half, summary, note, keeps_casts=config.shard.stage < 3)
 
 
 def is_built_for_bf16(device: torch.device) -> bool:
@@ -53,6 +58,28 @@ def is_built_for_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+_FLAGS = {  # of /proc/cpuinfo, on x86 and Arm
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "asimdhp"),
+}
+
+
+def is_emulated(half: torch.dtype, device: torch.device) -> bool:
+    """Whether a CPU is known to have no instructions for products in this number type."""
+    flags = cpu_flags() if device.type == "cpu" else frozenset()
+    return bool(flags) and flags.isdisjoint(_FLAGS[half])
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What the first core says it can; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), ()))
 
 
 def refuse_tiny_images(model: torch.nn.Module, inputs: Called, precision: Precision, where: str) -> None:

@@ -367,7 +367,7 @@ class OwnLearner(LoopLearner):
     def describe(self) -> str:
         count = sum(math.prod(self.strategy.part(p).shape) for _, p in self._named)
         name = self.strategy.class_name(self.model)
-        how = f"{self.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
+        how = f"{self.precision.summary} on {describe_device(self.device)}{self.precision.note}{compile_summary(self.config.speed.compile)}"
         return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
 
 
