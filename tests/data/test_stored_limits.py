@@ -157,6 +157,26 @@ def test_impossible_shapes(library: str, shape: tuple[int, ...], chunks: tuple[i
     assert what in error_of(lambda: read(library, path))
 
 
+@pytest.mark.parametrize("attributes", [[], "", 3, [1], {"_ARRAY_DIMENSIONS": 5}])
+def test_attributes_of_zarr_that_are_none(attributes: object, tmp_path: Path) -> None:
+    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
+    for name in ("x", "y"):
+        group.create_array(name, data=np.arange(4.0))
+    (tmp_path / "t.zarr/x/.zattrs").write_text(json.dumps(attributes))
+    if isinstance(attributes, dict):
+        assert read("zarr", tmp_path / "t.zarr")["x"].tolist() == [0, 1, 2, 3]
+    else:
+        assert "cut off or damaged" in error_of(lambda: read("zarr", tmp_path / "t.zarr"))
+        assert "cut off or damaged" in error_of(lambda: read("zarr", tmp_path / "t.zarr", fields={"x": "x", "y": "y"}))
+
+
+def test_chunks_larger_than_their_array(tmp_path: Path) -> None:
+    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w")
+    group.create_array("x", shape=(4, 8), chunks=(2**20, 2**11), dtype="f4")
+    group.create_array("y", shape=(4,), chunks=(9,), dtype="f4")
+    assert "x has chunks of shape (1048576, 2048), at most 4,294,967,296 bytes" in error_of(lambda: read("zarr", tmp_path / "t.zarr"))
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_chunks_of_size_0(version: int, tmp_path: Path) -> None:
     group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=version)

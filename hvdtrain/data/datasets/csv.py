@@ -86,7 +86,9 @@ class CsvFile:
         if not header or not newline or wrong or any(re.fullmatch(r"[-+.\deE]+", name) for name in header):
             what = f"the first line has {wrong or 'no names of columns'}: {short(first.decode(errors='replace'), 60)}"
             raise UserError(
-                what, f"{path}:1", "names of the columns in the first line; data.delimiter=';' where another character divides them"
+                what,
+                f"{path}:1",
+                "names of the columns in the first line (frame.to_csv(index=False)); data.delimiter=';' where that divides them",
             )
         return CsvFile(file, header, delimiter, *_index(file, len(first) + 1))
 

@@ -18,7 +18,7 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.packing import WORDS, is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, no_such
+from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, check_shape, no_such
 from hvdtrain.errors import UserError, first_line
 
 _SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
@@ -123,7 +123,10 @@ class Hdf5File:
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
         shape, dtype = dataset.shape, np.dtype(dataset.dtype)
-        check_chunks(shape, dataset.chunks or shape, name, self.file.path)
+        if dataset.chunks is None:
+            check_shape(shape, name, self.file.path)
+        else:
+            check_chunks(shape, dataset.chunks, dtype.itemsize, name, self.file.path)
         attributes = _attributes(dataset)
         is_whole = shape and not dataset.file.userblock_size and _is_whole(dataset)
         if is_whole and not is_packed(attributes) and dataset.chunks is None and dataset.id.get_offset() is not None:
@@ -207,7 +210,7 @@ def _is_elsewhere(dataset: Any) -> bool:
 
 
 _NETCDF_FILL = 2.0**119 * 15  # of floats; netcdf.h, NC_FILL_FLOAT
-_NETCDF_FILLS = {"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295, "i8": 2 - 2**63, "u8": 2**64 - 2}
+_NETCDF_FILLS: dict[str, float] = {"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295, "i8": 2 - 2**63, "u8": 2**64 - 2}
 _NETCDF_FILLS |= {"f4": _NETCDF_FILL, "f8": _NETCDF_FILL}
 
 

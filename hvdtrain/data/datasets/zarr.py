@@ -147,6 +147,8 @@ class ZarrGroup:
         group = _opened(self.path)
         try:  # one by one: the library prints errors of others beside the one that it raises
             members = [(name, group[name]) for name in _described(self.path)]
+            for _, member in members:
+                _check_attributes(member)
         except Exception as error:
             raise cut_off(self.path, first_line(error)) from None
         return [(name, member) for name, member in members if hasattr(member, "chunks")]
@@ -154,7 +156,6 @@ class ZarrGroup:
     def array(self, name: str) -> StoredArray:
         array = self.opened(name)
         check_dtype(array.dtype, name, self.path)
-        check_chunks(tuple(array.shape), tuple(array.chunks), name, self.path)
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
         return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges)
@@ -174,12 +175,14 @@ class ZarrGroup:
         group = _opened(self.path)
         try:
             found = group[name.strip("/")]
+            _check_attributes(found)
         except KeyError:
             raise no_such(name, self.names, self.path) from None
         except Exception as error:
             raise cut_off(self.path, f"{name}: {first_line(error)}") from None
         if not hasattr(found, "chunks"):
             raise no_such(f"array {name}, which is a group", self.names, self.path)
+        check_chunks(tuple(found.shape), tuple(found.chunks), found.dtype.itemsize, name, self.path)
         if strange := sorted(_codecs(found.metadata.to_dict()) - _CODECS):
             what = f"{name} is stored by the codec {strange[0]!r:.40}, which is not among those that hvdtrain reads"
             fix = "write it again with one of them: blosc, gzip, lz4, zlib, zstd; pickle is never read, as it could run code"
@@ -233,6 +236,14 @@ class ZarrChunks:
         return found.astype(self.dtype, copy=False)
 
 
+def _check_attributes(member: Any) -> None:
+    """Raises ValueError where the library would fail later."""
+    if not isinstance(member.metadata.attributes, Mapping):
+        raise ValueError(
+            f"the attributes of {member.path or 'the group'} are {member.metadata.attributes!r:.40}, expected names with values"
+        )
+
+
 def _codecs(value: Any, key: str = "") -> set[str]:
     """Names of the codecs in the description of an array: `id` in version 2, `name` in version 3, of a shard those inside of it too."""
     if isinstance(value, (list, tuple)):
@@ -246,7 +257,8 @@ def _codecs(value: Any, key: str = "") -> set[str]:
 
 def _dimensions(array: Any) -> list[Any]:
     """Names of the axes: an attribute that xarray writes in version 2, the format's own in version 3."""
-    return list(array.attrs.get("_ARRAY_DIMENSIONS") or getattr(array.metadata, "dimension_names", None) or ())
+    found = array.attrs.get("_ARRAY_DIMENSIONS", getattr(array.metadata, "dimension_names", None))
+    return list(found) if isinstance(found, (list, tuple)) else []
 
 
 def _attributes(array: Any) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def inputs_and_target(columns: Mapping[str, np.ndarray], name: str, where: str) 
         return dict(columns)
     inputs = {column: array for column, array in columns.items() if column != target}
     if (index := next(filter(is_index, inputs), None)) is not None and "x" not in inputs:
-        fix = f"frame.drop(columns={index!r}); pandas.read_csv(..., index_col=0); or another name, where it is an input"
+        fix = f"leave it out: frame.drop(columns={index!r}), dataset.remove_columns({index!r}); or give it another name"
         raise UserError(f"column {index!r} of {name} is the index of a table of pandas, which numbers its rows", where, fix)
     if not inputs:
         raise UserError(f"{name} has the target {target} and no other column", where, "columns to predict it from")
