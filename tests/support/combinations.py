@@ -388,7 +388,8 @@ def page(results: dict[str, Found]) -> str:
         f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
         "All ranks are on one host, on which `shard.group=node` has one group.",
-        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, all of them in turn; `HVDTRAIN_TEST_DAY=2026-11-28` chooses the day.",
+        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, all of them in turn; "
+        "`HVDTRAIN_TEST_DAY=2026-11-28` chooses the day.",
         "",
         "| sign | pairs | |",
         "|---|---|---|",
