@@ -144,6 +144,14 @@ def test_what_does_not_fit_is_refused(name: str, what: str, fix: str) -> None:
 
 
 @needs_mpirun
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("name", ["SowingLinen", "SowingNnx"])
+def test_what_a_module_sows_is_a_line(name: str) -> None:
+    """Such as a penalty that no loss of the job has."""
+    one: Any = learner(SingleProcessCommunicator(), f"model.name=jax_libraries:{name}")
+    assert one.notes == ("not used: what the model sows: penalty",)
+
+
 def test_a_script_gives_the_object_and_gets_its_weights(tmp_path: Path) -> None:
     """Of each library, on two ranks."""
     done = mpirun(2, ["tests/support/jax_library_jobs.py", str(tmp_path / "out.json"), str(tmp_path)])

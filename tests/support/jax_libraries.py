@@ -172,6 +172,24 @@ class NnxNormed(nnx.Module):
         return self.out(self.norm(x.reshape(len(x), -1)))
 
 
+class SowingLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        hidden = x.reshape(len(x), -1)
+        self.sow("intermediates", "penalty", jnp.mean(hidden**2))
+        return nn.Dense(3)(hidden)
+
+
+class SowingNnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(9, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        hidden = x.reshape(len(x), -1)
+        self.sow(nnx.Intermediate, "penalty", jnp.mean(hidden**2))
+        return self.out(hidden)
+
+
 class EquinoxNormed(eqx.Module):
     norm: eqx.nn.BatchNorm
     out: eqx.nn.Linear

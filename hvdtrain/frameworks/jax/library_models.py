@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -68,9 +68,13 @@ class Linen:
                     raise ChangedByPass(f"{error}".partition(" (http")[0]) from error
                 raise
 
+        def sown(params: Params, x: jax.Array) -> Any:
+            _, collections = module.apply({"params": params, **constants}, x, mutable=["intermediates"], **flags(False))
+            return collections.get("intermediates", {})
+
         if kept := [] if bound else sorted(set(jax.eval_shape(first, key)) - {"params", "intermediates"}):
             raise ChangedByPass(f"it has the collection {', '.join(kept)}")
-        return Functions(init, apply)
+        return Functions(init, apply, _sown(_by_path(jax.eval_shape(sown, jax.eval_shape(init, key), x))))
 
     def form(self, module: Any) -> str:
         return repr(module)
@@ -135,6 +139,7 @@ class Nnx:
         _, (keys, _), (counts, _), (others, _) = flat
         flags, wanted = _flags_of(type(module).__call__), inspect.signature(type(module).__call__).parameters
         start = nnx.to_pure_dict(states[0])
+        sown: set[str] = set()
 
         def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
             own = keys if key is None else [_keys_like(old, jax.random.fold_in(key, i)) for i, old in enumerate(keys)]
@@ -149,10 +154,12 @@ class Nnx:
             after = _by_path(nnx.split(copy, nnx.Param, nnx.RngKey, nnx.RngCount, ...)[-1])
             if changed := sorted(path for path, array in before.items() if after.get(path) is not array):
                 raise ChangedByPass(f"it changes {', '.join(changed)}")
+            sown.update(after.keys() - before.keys())
             return outputs
 
         assert len(flat[0][0]) == len(jax.tree.leaves(start)), flat[0][1]
-        return Functions(lambda key: start, apply)
+        jax.eval_shape(apply, start, x)
+        return Functions(lambda key: start, apply, _sown(sown))
 
     def form(self, module: Any) -> str:
         from flax import nnx
@@ -278,6 +285,12 @@ def _as(dtype: np.dtype, array: Any) -> Any:
 def _by_path(state: Any) -> dict[str, Any]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): array for path, array in paths}
+
+
+def _sown(paths: Iterable[str]) -> tuple[str, ...]:
+    """A line of the header for what a module sows, such as a penalty that its own training loop adds to the loss."""
+    names = sorted({re.sub(r"(\.value)?(\.\d+)+$", "", path) for path in paths})
+    return (f"not used: what the model sows: {', '.join(names)}",) if names else ()
 
 
 def _keys_like(old: jax.Array, key: jax.Array) -> jax.Array:
