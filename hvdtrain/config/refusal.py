@@ -58,6 +58,10 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
         is_kind = name == "recipe.warmup" and value in ("gradual", "constant")
         fix = f"recipe.warmup_kind={value}, and recipe.warmup is its length" if is_kind else f"{error['ctx']['error']}"
         return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
+    entry, colon, number = str(location[-1]).partition(":")
+    if value is None and colon and typing.get_origin(info.annotation) is dict:  # YAML reads {tokens:0} as a name alone
+        what = f"{name} has the name {short(entry + colon + number)} without a value"
+        return UserError(what, provenance.where(key), f"a blank after the colon: '{name}={{{entry}: {number or 0}}}'")
     list_name, is_entry = name.rpartition("[")[0], isinstance(location[-1], int)
     fix = f"{list_name} takes {type_name(info.annotation)}" if is_entry else expected(name, info, value)
     return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)

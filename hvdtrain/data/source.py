@@ -31,6 +31,14 @@ class Padding(NamedTuple):
     mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
 
 
+_TARGETS = ("y", "label", "labels", "target", "targets")
+
+
+def padded_by(field: str) -> str:
+    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there would be a class."""
+    return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
+
+
 class Field(NamedTuple):
     """What each sample has under one name."""
 

@@ -134,6 +134,7 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "what", "fix"),
     [
+        ("data.pad={input_ids:0}", "data.pad has the name input_ids:0 without a value", "'data.pad={input_ids: 0}'"),
         ("shard.stage=4", "wrong value for shard.stage: 4", "shard.stage takes one of 0, 1, 2, 3"),
         ("parallel.balance=0", "wrong value for parallel.balance: 0", "units of each stage, each 1 or more, as in 3,2"),
         ("parallel.balance=3,0", "wrong value for parallel.balance: '3,0'", "units of each stage, each 1 or more, as in 3,2"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.core.folder import check_regular
 from hvdtrain.data.ragged import Ragged
-from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
+from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source, padded_by
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
 
@@ -200,7 +200,7 @@ def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
     lengths = np.array([values.type.list_size]) if is_fixed else np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
     if len(lengths) > 1:
         what = f"column {column!r} of {name} has lists of {lengths.min()} to {lengths.max()} numbers"
-        raise UserError(what, where, f"data.pad={{{column}: 0}}, which pads those of a pass to its longest; or lists of one length")
+        raise UserError(what, where, f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one length")
     inner = from_arrow(values.flatten(), column, name, where)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
 

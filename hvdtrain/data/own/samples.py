@@ -19,7 +19,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import TARGETS, flat_fields, has_channels_first, is_array, to_numpy
 from hvdtrain.data.ragged import check_padding
-from hvdtrain.data.source import Field, Padding
+from hvdtrain.data.source import Field, Padding, padded_by
 from hvdtrain.errors import UserError, first_line, short
 
 _TRAINING, _EVALUATION = 0x747261, 0x6576616C  # two streams of counters
@@ -110,7 +110,7 @@ class Samples:
                 shown = f"{what} has {name} as {array.dtype} {array.shape}, the first one as {field.dtype} {field.shape}"
                 fix = "the same type and shape in all samples: convert, resize, cut or pad them"
                 is_longer = array.dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
-                fix += f"; or data.pad={{{name}: 0}}, which pads those of a pass" if is_longer else ""
+                fix += f"; or {padded_by(name)}, which pads those of a pass" if is_longer else ""
                 raise UserError(shown, self._where(), fix)
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 shown = f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite numbers"

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.data.own.arrays import is_array, to_numpy
 from hvdtrain.data.ragged import PaddedArrays, Ragged, check_padding, ragged
-from hvdtrain.data.source import Padding
+from hvdtrain.data.source import Padding, padded_by
 from hvdtrain.errors import UserError
 
 
@@ -41,7 +41,7 @@ def from_ragged(
         if field not in padding and is_ragged(column):
             lengths = column.lengths if isinstance(column, Ragged) else np.array([len(one) for one in column])
             what = f"samples of {field} of {name} have {lengths.min()} to {lengths.max()} rows"
-            raise UserError(what, where, f"data.pad={{{field}: 0}}, which pads those of a pass to its longest; or arrays of one length")
+            raise UserError(what, where, f"{padded_by(field)}, which pads those of a pass to its longest; or arrays of one length")
     found: dict[str, np.ndarray | Ragged] = {
         field: _rows(column, f"{field} of {name}", where) if field in padding else _whole(column, field, name, where)
         for field, column in given.items()
