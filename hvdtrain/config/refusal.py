@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import typing
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
+import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -79,7 +81,7 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
         return f"{key} takes {type_name(kind)}" + (f"; did you mean {meant}?" if meant else "")
     most = next((limit.max_length for limit in info.metadata if hasattr(limit, "max_length")), None)
     example = _example(kind, default, value[:most] if isinstance(value, list) and most else value)
-    shown = shlex.quote(f"{key}={example}")
+    shown = f'"{key}={example}"' if "'" in example else shlex.quote(f"{key}={example}")
     words = type_name(kind).replace("a list", f"a list of at most {most}", 1) if most else type_name(kind)
     return f"{key} takes {words}" + (f": {shown}" if example else "")
 
@@ -91,11 +93,20 @@ def _example(kind: Any, default: Any, value: Any) -> str:
         inner = typing.get_args(inner)[0] if typing.get_origin(inner) is typing.Annotated and inner != LengthValue else inner
         types = (int, float) if inner in (float, LengthValue) else (inner,)
         entries = value if isinstance(value, list) else [value]
+        if inner is str:
+            entries = [f"{entry}" if type(entry) in (int, float) else entry for entry in entries]
         example = default or (entries if all(type(entry) in types for entry in entries) else None)
-        return json.dumps(example, separators=(",", ":")).replace('"', "") if example else ""
+        return f"[{','.join(map(_as_yaml, example))}]" if example else ""
     if type(default) not in (int, float):
         return ""
     return f"{int(value) if isinstance(value, float) and value.is_integer() else default}"
+
+
+def _as_yaml(entry: Any) -> str:
+    """An entry of a list as one would type it: a text in quotes where YAML reads something else."""
+    if not isinstance(entry, str):
+        return json.dumps(entry, separators=(",", ":"))
+    return entry if re.fullmatch(r"[\w./*:-]+", entry) and entry[0].isalpha() and yaml.safe_load(entry) == entry else f"'{entry}'"
 
 
 def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Section]]:
