@@ -17,7 +17,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand, read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.config.section import is_object
-from hvdtrain.core.adapters import is_adapter, merged
+from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
@@ -37,7 +37,7 @@ hvdtrain export RUN --to FILE [--checkpoint newest] [--merged] [--force]
                  model.name=package.module:function behind it makes the model
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
-  --merged       the adapters of model.lora are put into the weights of their layers
+  --merged       of a run with model.lora: its adapters are merged into the weights of their layers
   --force        overwrite FILE if it exists"""
 _WIDTH = 120  # letters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
@@ -57,8 +57,7 @@ def export(arguments: Sequence[str]) -> int:
         arrays = with_averages(arrays)
         notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
     weights = model_state(arrays, checkpoint)
-    if options.merged:
-        weights = _merged(weights, run)
+    weights = _without_adapters(weights, run, options.merged)
     fields, notes = metadata(run, checkpoint)
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | fields)
     numbers = sum(array.size for array in weights.values())
@@ -68,13 +67,25 @@ def export(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _merged(weights: Arrays, run: Path) -> Arrays:
-    """Raises UserError where there are no adapters."""
-    if not any(map(is_adapter, weights)):
+def _without_adapters(weights: Arrays, run: Path, is_asked: bool) -> Arrays:
+    """With the adapters of model.lora merged into the weights of their layers.
+
+    Raises UserError where there are some and is_asked is false, or the other way round.
+    """
+    scale = scale_of(_run_config(run))
+    if scale is None and is_asked:
         raise UserError(f"{run} has no adapters", "--merged", "leave --merged out: they come of model.lora")
-    model: dict[str, Any] = {one.key: one.value for one in read_run_config(run)}
-    rank, alpha = model.get("model.lora_rank", 8), model.get("model.lora_alpha")
-    return merged(weights, (rank if alpha is None else alpha) / rank)
+    if scale is not None and not is_asked:
+        what = f"{run} has adapters (model.lora), without which its weights are another model"
+        raise UserError(what, "command line of export", "--merged puts them into the weights of their layers")
+    return weights if scale is None else merged(weights, scale)
+
+
+def _run_config(run: Path) -> dict[str, Any]:
+    """Values by key; nothing where config.yaml cannot be read, as _model() tells."""
+    with contextlib.suppress(UserError):
+        return {one.key: one.value for one in read_run_config(run)}
+    return {}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -85,11 +85,14 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
     return [assignment for assignment in read_run_config(folder) if assignment.key not in _OF_ONE_RUN]
 
 
+_SINCE = {"model.lora_train": ("model.lora", ["*"])}  # a key that older runs lack -> the key it belongs to, and what these did
+
 _OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
     "parallel.sequence": ("parallel.tensor", 1),
     "parallel.dense_updates": ("parallel.dense", "none"),
     **{f"parallel.{name}": ("parallel.pipeline", 1) for name in ("schedule", "virtual", "micro_batches", "balance")},
     **{f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")},
+    **{f"model.{name}": ("model.lora", []) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")},
 }
 
 
@@ -259,7 +262,13 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
         except OSError as error:  # with the whole path
             raise OSError(error.errno, error.strerror, path) from None
 
-    yield from read_file(str(run / "config.yaml"), read)
+    seen = {}
+    for one in read_file(str(run / "config.yaml"), read):
+        seen[one.key] = one
+        yield one
+    for key, (owner, value) in _SINCE.items():
+        if key not in seen and owner in seen and seen[owner].value:
+            yield Assignment(key, value, seen[owner].origin)
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:

@@ -276,8 +276,13 @@ class ModelConfig(OpenSection):
     )
     lora: list[str] = Field(
         default_factory=list,
-        description="linear layers that get a low-rank adapter, and whose own weights are frozen: names, with * for any characters: "
-        "['blocks.*.fc1'] (framework=torch); model.freeze says what else is frozen",
+        description="linear layers that get a low-rank adapter: names, with * for any characters: ['blocks.*.fc1'] (framework=torch); "
+        "all other weights are frozen but those of model.lora_train and model.weights_skip",
+    )
+    lora_train: list[str] = Field(
+        default_factory=list,
+        description="weights and running statistics that are trained beside the adapters of model.lora: names, with * for any characters: "
+        "['head.*']; never those of the layers with an adapter",
     )
     lora_rank: int = Field(default=8, ge=1, le=10**6, description="rank of each adapter of model.lora")
     lora_alpha: float | None = Field(default=None, gt=0, le=1e6, description="an adapter counts lora_alpha / lora_rank; default: 1")

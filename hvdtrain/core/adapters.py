@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+from hvdtrain.errors import UserError
 
 A, B = ".lora_A", ".lora_B"  # ends of names: (rank, inputs), (outputs, rank)
 
@@ -14,12 +17,29 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def scale_of(config: Mapping[str, Any]) -> float | None:
+    """What the adapters of a run are multiplied by, by the keys of its configuration; None of a run without model.lora."""
+    if not config.get("model.lora"):
+        return None
+    rank, alpha = config.get("model.lora_rank", 8), config.get("model.lora_alpha")
+    return float((rank if alpha is None else alpha) / rank)
+
+
 def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """Arrays by name without adapters, in whose layers W + scale B A is in the place of W."""
+    """Arrays by name without adapters, in whose layers W + scale B A is in the place of W. One array may have several names.
+
+    Raises UserError where a layer's weight is another layer's too, which has no adapter: a merge would make two arrays of one.
+    """
     found = {name: array for name, array in arrays.items() if not is_adapter(name)}
-    for name, a in arrays.items():
-        if name.endswith(A):
-            layer = name.removesuffix(A)
-            weight = found[f"{layer}.weight"]
-            found[f"{layer}.weight"] = (weight + scale * (arrays[layer + B].astype(np.float64) @ a)).astype(weight.dtype)
-    return found
+    sums: dict[int, np.ndarray] = {}  # of each weight with an adapter
+    for layer in (name.removesuffix(A) for name in arrays if name.endswith(A)):
+        weight, b = found.get(f"{layer}.weight"), arrays.get(layer + B)
+        if weight is None or b is None:
+            what = f"{layer}{A} has no {layer}.weight or no {layer}{B} beside it"
+            raise UserError(what, "model.lora", "the weights of the whole model with its adapters")
+        for name, array in found.items():
+            if array is weight and arrays.get(name.removesuffix(".weight") + A) is not arrays[layer + A]:
+                what = f"{layer}.weight has an adapter and is {name} too (tied weights), so a merge would make two arrays of one"
+                raise UserError(what, "model.lora", f"a job that ties neither, or without an adapter of {layer}")
+        sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(weight.dtype)
+    return {name: sums.get(id(array), array) for name, array in found.items()}

@@ -137,7 +137,13 @@ THAW = JobFeature(
             fix="a name of `list` for optim.name, or leave model.thaw out",
             why="a class of torch.optim has one step count for all parameters",
         ),
-        Exclusion("optim.ema", other_than(None, 0.9), where="model.thaw"),
+        Exclusion(
+            "optim.ema",
+            other_than(None, 0.9),
+            what="model.thaw does not support {set}: an average would count the steps in which a weight was frozen",
+            where="model.thaw",
+            why="an average would count the steps in which a weight was frozen",
+        ),
         Exclusion("servers.count", above(0), where="model.thaw"),
         Exclusion("comm.local_steps", above(1), where="model.thaw"),
         Exclusion("parallel.dense", other_than("none", "a"), where="model.thaw"),
@@ -172,11 +178,22 @@ LORA = JobFeature(
         Exclusion(
             f"model.{name}", other_than(usual, example), what="{key} needs model.lora", fix="model.lora=['*.fc1'], the layers that get one"
         )
-        for name, usual, example in (("lora_rank", 8, 4), ("lora_alpha", None, 16.0), ("lora_dropout", 0.0, 0.1))
+        for name, usual, example in (
+            ("lora_rank", 8, 4),
+            ("lora_alpha", None, 16.0),
+            ("lora_dropout", 0.0, 0.1),
+            ("lora_train", [], ["head.*"]),
+        )
     ),
     excludes=(
         Exclusion("servers.count", above(0), where="model.lora", why="not made yet"),
-        Exclusion("parallel.tensor", above(1), where="model.lora"),
+        Exclusion(
+            "parallel.tensor",
+            above(1),
+            what="model.lora does not support {set}: an adapter needs the whole inputs and outputs of its layer on each rank",
+            where="model.lora",
+            why="an adapter needs the whole inputs and outputs of its layer on each rank",
+        ),
         Exclusion("parallel.dense", other_than("none", "a"), where="model.lora"),
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, GroupConfig
+from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.optim.around import Averaged, Group, Grouped, Thawing, number_of_group, number_of_layer
 from hvdtrain.optim.rule import Rule, is_excluded
@@ -81,10 +82,38 @@ def build_rule(config: Config) -> Rule:
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
-def check_patterns(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError where a pattern of optim.groups or of muon's optim.rest would change nothing of a model with these parameters."""
-    _check_groups(config, shapes)
+def check_patterns(config: Config, shapes: Mapping[str, tuple[int, ...]], ties: Ties | None = None) -> list[str]:
+    """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of a parameter with several.
+
+    Raises UserError where a pattern would change nothing of a model with these parameters, or fits only a name that does not count.
+    """
     given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()  # its default is for many models
+    lines = []
+    for key, patterns in (("optim.groups", [group.names for group in config.optim.groups]), ("optim.rest", given)):
+        lines += _lines_of_ties(key, patterns, ties, config.where(key)) if ties and patterns else []
+    _check_groups(config, shapes)
+    _check_rest(config, shapes, given)
+    return lines
+
+
+def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
+    """Raises UserError where a pattern fits a name of a parameter whose first name is of another entry, or of none."""
+    lines = []
+    for own, *others in ties.groups():
+        entry = number_of_group(own, patterns)
+        for other in others:
+            number = number_of_group(other, patterns)
+            if number is not None and number != entry:
+                what = (
+                    f"{key}[{number}], {short(patterns[number])}, fits {other}, which is {own} too (tied weights), and is not of that entry"
+                )
+                raise UserError(what, where, f"names that fit {own}, or not {other}; or a model that does not tie them")
+        if entry is not None and others:
+            lines.append(f"{key}[{entry}]: {own} is {' and '.join(others)} too (tied weights): it counts for both")
+    return lines
+
+
+def _check_rest(config: Config, shapes: Mapping[str, tuple[int, ...]], given: Sequence[str]) -> None:
     for number, pattern in enumerate(given):
         if not _fitting(pattern, shapes):
             what = f"optim.rest[{number}], {short(pattern)}, fits no parameter of the model"

@@ -12,21 +12,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.core.adapters import is_adapter, scale_of
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import check_regular
+from hvdtrain.core.ties import Ties, check_equal
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.optim.around import averages
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
 from hvdtrain.training.checkpoint.resume import newest_good
+from hvdtrain.training.leftovers import check_leftovers, check_missing, with_adapters, without_wrappers
 from hvdtrain.training.replicas.compare import broadcast_state
 
-_WRAPPERS = ("module.", "_orig_mod.")  # that DDP and torch.compile put before names
 _INSIDE = ("state_dict", "model", "model_state_dict")  # where files of torch have weights beside other things
 _OF_HUGGING_FACE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
 _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safetensors"
@@ -42,6 +46,14 @@ class Match(NamedTuple):
     missing: list[str]  # names of the model's state dict that the file does not have
     left_over: list[str]  # names of the file that the model does not have
     skipped: list[str]  # by model.weights_skip
+
+
+class File(NamedTuple):
+    """What a file or folder has."""
+
+    arrays: Arrays  # by the names of a state dict
+    lines: list[str]  # for the user
+    scale: float | None = None  # of the adapters among them, where it is known
 
 
 class Loaded(NamedTuple):
@@ -63,14 +75,16 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
     def read(moved: Callable[[], None]) -> list[str]:
         nonlocal arrays
         path = Path(str(config.model.weights)).expanduser()
-        found, lines = read_weights(path, config.where("model.weights"))
-        found, renamed = with_names_of_model(found, config.model, names)
+        file = read_weights(path, config.where("model.weights"))
+        found, renamed = with_names_of_model(file.arrays, config.model, names)
+        found, of_adapters = with_adapters(found, file.scale, names, shapes, config)
         if not config.model.weights_names and (_is_of_library(path) or not names.keys() <= found.keys()):
             found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
         moved()
-        return [*lines, *renamed, *_lines(path, match, len(set(names.values()))), *_other_stats(path, config)]
+        said = _lines(path, match, len(set(names.values())))
+        return [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
 
     lines = long_on_rank_0(communicator, read, go_on)
     return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
@@ -81,21 +95,21 @@ def _is_of_library(path: Path) -> bool:
     return ((path if path.is_dir() else path.parent) / "config.json").is_file()
 
 
-def read_weights(path: Path, where: str) -> tuple[Arrays, list[str]]:
-    """Arrays by the names of a state dict, and lines for the user. Raises UserError where there are none."""
+def read_weights(path: Path, where: str) -> File:
+    """Arrays by the names of a state dict. Raises UserError where there are none."""
     try:
-        found, lines = _of_folder(path, where) if path.is_dir() else (_of_file(path, where), [])
+        file = _of_folder(path, where) if path.is_dir() else File(_of_file(path, where), [])
     except OSError as error:
         raise UserError(
             f"cannot read {short(str(error.filename or path))}: {error.strerror or error}", where, "a file that can be read"
         ) from None
-    if not found:
+    if not file.arrays:
         raise UserError(f"{path} has no arrays by name", where, "a file of torch.save(model.state_dict(), FILE), or of safetensors")
-    if strange := [name for name in found if not name.isprintable() or len(name) > _MOST_NAME]:
+    if strange := [name for name in file.arrays if not name.isprintable() or len(name) > _MOST_NAME]:
         raise UserError(
             f"{path} has an array of the name {short(strange[0])}", where, f"names of at most {_MOST_NAME} printable characters"
         )
-    return found, lines
+    return file
 
 
 def _of_file(path: Path, where: str) -> Arrays:
@@ -109,15 +123,18 @@ def _of_file(path: Path, where: str) -> Arrays:
     return found
 
 
-def _of_folder(folder: Path, where: str) -> tuple[Arrays, list[str]]:
+def _of_folder(folder: Path, where: str) -> File:
     if files.finished(folder):
         return _of_run(folder)
     name = next((name for name in _OF_HUGGING_FACE if (folder / name).is_file()), None)
+    if name is None and (folder / "adapter_config.json").is_file():
+        what = f"{folder} has an adapter of peft, and not the weights that it belongs to"
+        raise UserError(what, where, "model.merge_and_unload() of peft gives a model without adapters: model.save_pretrained(FOLDER)")
     if name is None:
         raise UserError(f"{folder} is neither a run folder with a checkpoint nor has it {' or '.join(_OF_HUGGING_FACE)}", where, _KNOWN)
     if not name.endswith(".json"):
-        return _of_file(folder / name, where), []
-    return _of_index(folder, name, where), []
+        return File(_of_file(folder / name, where), [])
+    return File(_of_index(folder, name, where), [])
 
 
 def _of_index(folder: Path, name: str, where: str) -> Arrays:
@@ -142,15 +159,17 @@ def _of_index(folder: Path, name: str, where: str) -> Arrays:
     return found
 
 
-def _of_run(run: Path) -> tuple[Arrays, list[str]]:
+def _of_run(run: Path) -> File:
     checkpoint, arrays, notes = newest_good(run, sys.maxsize, mapped=True)
-    if any(assignment.key == "optim.ema" and assignment.value is not None for assignment in read_run_config(run)):
+    config = {assignment.key: assignment.value for assignment in read_run_config(run)}
+    if config.get("optim.ema") is not None:
         arrays = newest_good(run, sys.maxsize)[1]
         arrays |= averages(arrays)
     names = checkpoint.names or plain_names(arrays)
     if absent := [own for own in names.values() if own not in arrays]:
         raise UserError(f"{checkpoint.folder} lacks {_some(absent)}, which its names refer to", "model.weights", "another checkpoint")
-    return {name: arrays[own] for name, own in names.items()}, [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
+    lines = [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
+    return File({name: arrays[own] for name, own in names.items()}, lines, scale_of(config))
 
 
 def _of_safetensors(path: Path, where: str) -> Arrays:
@@ -170,7 +189,7 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
 
 def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, str]) -> tuple[Arrays, list[str]]:
     """With the names of model.weights_names in place of others, and without the prefixes of DDP and torch.compile; lines for the user."""
-    lines = []
+    lines: list[str] = []
     for entry in model.weights_names:
         old, is_pair, new = entry.partition("=")
         if not is_pair:
@@ -182,11 +201,8 @@ def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, s
             what = f"model.weights_names: no array's name {'fits' if '*' in old else 'begins with'} {short(old)!r}"
             raise UserError(what, model.where("weights_names"), f"the first names are {', '.join(list(found)[:_SHOWN])}")
         found = _under_new_names(found, renamed, entry, model.where("weights_names"))
-    for wrapper in _WRAPPERS:
-        if found and all(name.startswith(wrapper) for name in found) and not found.keys() & names.keys():
-            found = {name.removeprefix(wrapper): array for name, array in found.items()}
-            lines.append(f"all names of the file begin with {wrapper}, which is left out")
-    return found, lines
+    plain, left_out = without_wrappers(found, names)
+    return plain, [*lines, *left_out]
 
 
 def _renamed(name: str, old: str, new: str, where: str) -> str | None:
@@ -217,12 +233,13 @@ def _under_new_names(found: Arrays, renamed: Mapping[str, str | None], entry: st
 
 def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config) -> Match:
     """Which array goes where. Raises UserError where none does, and where one has another shape."""
-    patterns, where = config.model.weights_skip, config.where("model.weights")
+    patterns, where, ties = config.model.weights_skip, config.where("model.weights"), Ties(names)
     skipped = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             what = f"model.weights_skip: {short(pattern)} fits no weight of the model"
             raise UserError(what, config.where("model.weights_skip"), f"its first names are {', '.join(list(names)[:_SHOWN])}")
+    ties.check_whole(lambda name: name in skipped, f"model.weights_skip={list(patterns)}", config.where("model.weights_skip"))
     taken = [name for name in names if name in found and name not in skipped]
     if not taken:
         what = f"no array of {config.model.weights} has the name of a weight: it has {_some(list(found))}, the model {_some(list(names))}"
@@ -232,13 +249,29 @@ def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[
             what = f"{name} is {found[name].shape} in {config.model.weights}, the model has {shapes[names[name]]}"
             layer = name.rpartition(".")[0]
             raise UserError(what, where, f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or another model")
+    check_equal({name: found[name] for name in taken}, ties, lambda a, b: np.array_equal(found[a], found[b], equal_nan=True), where)
     arrays = {names[name]: found[name] for name in taken}
-    return Match(
+    match = Match(
         arrays=arrays,
         missing=[name for name in names if name not in found and name not in skipped and names[name] not in arrays],  # a tied one has two
         left_over=[name for name in found if name not in names],
         skipped=skipped,
     )
+    path, loaded = str(config.model.weights), [name for name in names if names[name] in arrays]
+    check_leftovers({name: found[name].dtype.name for name in match.left_over}, loaded, names, path, where)
+    check_missing(match.missing, names, loaded, path, where)
+    _check_frozen(match, names, config)
+    return match
+
+
+def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> None:
+    """Raises UserError where model.lora freezes a weight that the file does not have."""
+    for name in match.missing if config.model.lora else ():
+        is_weight = names[name].startswith("p.") and not is_adapter(name)
+        if is_weight and not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.model.lora_train):
+            what = f"{name} is not in {config.model.weights}, and model.lora freezes it as it is drawn"
+            fix = f"model.weights_skip=['{name.rpartition('.')[0]}.*'] trains that layer; or a file with it"
+            raise UserError(what, config.where("model.weights"), fix)
 
 
 def _lines(path: Path, match: Match, of: int) -> list[str]:

@@ -44,7 +44,7 @@ def thawed_jobs(folder: str) -> None:
             hvdtrain.train({"run": str(Path(folder) / f"{number}"), "stop.steps": steps}, *thawed_words(way), "comm.engine=mpi")
 
 
-LORA = "model.name=mlp model.widths=[16,16] model.freeze=['fc1*'] model.lora=['fc2'] model.lora_rank=3 model.lora_alpha=6"
+LORA = "model.name=mlp model.widths=[16,16] model.lora_train=['head*'] model.lora=['fc2'] model.lora_rank=3 model.lora_alpha=6"
 LORA_WAYS = ["", "shard.stage=1", "shard.stage=2 optim.ema=0.9", "shard.stage=3", "parallel.pipeline=2 batch.micro=15"]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.schema import Config
+from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import check_patterns
 from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
@@ -26,8 +27,11 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     first, *others = pick_devices(jax, config, communicator)
     target = Target(first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others))
     model = build_model(config, task, target, communicator)
-    check_patterns(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
-    return JaxLearner(config, model, make_optimizer(config, model), task, communicator, target)
+    shapes, ties = {name: p.shape for name, p in zip(model.names, model.start, strict=True)}, model.functions.ties
+    notes = check_patterns(config, shapes, Ties({name: name for name in model.names} | dict(ties)))
+    learner = JaxLearner(config, model, make_optimizer(config, model), task, communicator, target)
+    learner.notes = (*learner.notes, *notes)
+    return learner
 
 
 def load_jax(where: str) -> Any:

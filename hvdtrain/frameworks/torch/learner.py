@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.device import compile_summary, describe_device, dropout_stream, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, AddsLoss, Forward, TrainingModel, continue_sequences, first_of
+from hvdtrain.frameworks.torch.frozen import lines, ties_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs, use_channels_last
 from hvdtrain.frameworks.torch.libraries.transformers import in_names_of
 from hvdtrain.frameworks.torch.model import first_samples_of
@@ -62,6 +63,7 @@ class TorchLearner(Learner):
     meter: Meter | NoMeter  # of the gradient noise scale
     stopwatch: ReplaceableStopwatch  # the strategy's too
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
+    notes: list[str] = field(default_factory=list)  # lines for the header
 
     def __post_init__(self) -> None:
         self.data, self.readers = self.mesh.data, self.mesh.readers
@@ -70,7 +72,7 @@ class TorchLearner(Learner):
         self.buffers = Buffers(self.model, self.device)
         self.saves_buffers = self.config.guard.nonfinite == "skip" or bool(self.scale.tensors)
         self.waits_only_in_communication = not self.strategy.waits_in_passes and self.config.norm.kind != "sync"
-        self.notes = list(getattr(self.model, "notes", ()) if isinstance(self.model, AddsLoss) else ())
+        self.notes = [*self.notes, *(getattr(self.model, "notes", ()) if isinstance(self.model, AddsLoss) else ())]
         self._take_parts()
 
     def _take_parts(self) -> None:
@@ -311,7 +313,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
-    check_patterns(config, {name: tuple(p.shape) for name, p in named})
+    notes = check_patterns(config, {name: tuple(p.shape) for name, p in named}, ties_of(model)) + lines(model, config.model)
     optimizer = make_optimizer(config, named)
     meter: Meter | NoMeter = NoMeter()
     if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
@@ -326,7 +328,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     scale = loss_scale(precision, device)
     passes = arrangement.passes(strategy, config, forward, scale, stopwatch, parameters, meter)
     return TorchLearner(
-        config, mesh, model, forward, wrapped.optimizer, strategy, passes, scale, meter, stopwatch, orders=arrangement.all_orders
+        config, mesh, model, forward, wrapped.optimizer, strategy, passes, scale, meter, stopwatch, arrangement.all_orders, notes
     )
 
 

@@ -32,15 +32,36 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: ModelConfig) -> None:
-    """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias. Raises UserError where none fits."""
-    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias.
+
+    Raises UserError where a pattern fits none, or the weight of a layer is another layer's too: a merge would change both.
+    """
+    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear}
     for pattern in config.lora:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
             what = f"model.lora: {short(pattern)} fits no torch.nn.Linear of the model"
             raise UserError(what, config.where("lora"), nearest(pattern, list(layers)) if layers else "a model with linear layers")
-    for name, layer in layers.items():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lora):
-            _adapt(layer, config)
+    adapted = {name: layer for name, layer in layers.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lora)}
+    for name, layer in adapted.items():
+        _check_weight(model, name, layer, config)
+    for layer in dict.fromkeys(adapted.values()):  # a layer may have several names
+        _adapt(layer, config)
+
+
+def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelConfig) -> None:
+    """Raises UserError where a layer's weight is tied to another module's, or is computed from other parameters."""
+    where = config.where("lora")
+    if not isinstance(weight := layer._parameters.get("weight"), nn.Parameter):
+        what = f"model.lora: the weight of {name} is computed from other parameters, as weight_norm does"
+        raise UserError(what, where, "fewer names in model.lora, or the layer without it")
+    for other_name, module in model.named_modules():
+        for own, p in module._parameters.items():
+            if p is weight and module is not layer:
+                other = f"{other_name}.{own}".removeprefix(".")
+                what = f"model.lora: {name}.weight is {other} too (tied weights), and an adapter merged into it would change both"
+                untied = "model.tied=false of gpt, model.tie_word_embeddings=false of transformers"
+                fix = f"leave {name} out of model.lora; or a model that does not tie them: {untied}"
+                raise UserError(what, where, fix)
 
 
 def _adapt(layer: nn.Linear, config: ModelConfig) -> None:

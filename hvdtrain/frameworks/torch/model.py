@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,22 +15,22 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.own_line import own_line
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
 from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
 from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
+from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
-from hvdtrain.frameworks.torch.parallel.buffers import RUNNING, copied_buffers
+from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
-from hvdtrain.optim.around import number_of_entry
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
 from hvdtrain.tasks.user_tasks import Measured, OwnLoss
@@ -46,10 +45,11 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
     norm = config.norm
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
-    freeze(model, config.model)
+    check_overlaps(model, config.where("model.name"))
     if config.model.lora:
         lora.adapt(model, config.model)
         _check_adapters(model, config, task)
+    freeze(model, config.model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model.freeze={list(config.model.freeze)} leaves nothing to train", config.where("model.freeze"), "fewer names")
     return model
@@ -63,45 +63,6 @@ def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
         raise
     except Exception:
         return
-
-
-def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """No gradient for the parameters that model.freeze fits and model.thaw does not, and running statistics that stay as they are.
-
-    Raises UserError where a pattern fits nothing.
-    """
-    names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
-    patterns, where = config.freeze, config.where("freeze")
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"model.freeze: {short(pattern)} fits no weight of the model", where, nearest(pattern, names))
-    entries = [entry.names for entry in config.thaw]
-    frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    for pattern in (pattern for entry in entries for pattern in entry):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in frozen):
-            what = f"model.thaw: {short(pattern)} fits no weight that model.freeze has"
-            raise UserError(what, config.where("thaw"), nearest(pattern, frozen) if frozen else "model.freeze=[...] with it")
-
-    def is_frozen(name: str) -> bool:
-        return name in frozen and number_of_entry(name, entries) is None
-
-    for name, p in model.named_parameters():
-        if is_frozen(name):
-            p.requires_grad_(False)
-    for name, module in model.named_modules():
-        if any(is_frozen(f"{name}.{buffer}".removeprefix(".")) for buffer in RUNNING if buffer in module._buffers):
-            stay(module)
-
-
-def stay(module: nn.Module) -> None:
-    """Keeps a norm in evaluation mode."""
-    module.train = functools.partial(_stay, module)  # type: ignore[method-assign]
-    module.train()
-
-
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    """The train() of a module that stays in evaluation mode."""
-    return nn.Module.train(module, False)
 
 
 def first_samples_of(model: torch.nn.Module) -> int:
@@ -333,7 +294,8 @@ class GivenModel:
         self.model = model
 
     def __call__(self) -> torch.nn.Module:
-        """Raises UserError where the model cannot be copied."""
+        """Raises UserError where the model cannot be copied, or two of its tensors have the same memory, as those of a copy would not."""
+        check_overlaps(self.model, "hvdtrain.train(), model")
         try:
             found = copy.deepcopy(self.model)
         except Exception as error:
@@ -345,11 +307,13 @@ class GivenModel:
 
     def take(self, learner: Trained) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
-        arrays = merged(learner.weights(), learner.config.model.lora_scale)
+        arrays, has_adapters = learner.weights(), bool(learner.config.model.lora)
+        if has_adapters:
+            arrays = merged(arrays, learner.config.model.lora_scale)
         state = {
             name: torch.from_numpy(arrays[name]) if name in arrays else value  # a module's extra state is no array
             for name, value in learner.model.state_dict().items()
-            if not is_adapter(name)
+            if not (has_adapters and is_adapter(name))
         }
         self.model.load_state_dict(state)
         self.model.train(learner.model.training)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.torch.model import RUNNING, stay
+from hvdtrain.frameworks.torch.frozen import stay
+from hvdtrain.frameworks.torch.parallel.buffers import RUNNING
 from hvdtrain.optim.around import number_of_entry
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
+from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
 _FIX = "a file of torch.save(model.state_dict(), FILE), or of safetensors"
 _MOST_DIMENSIONS = 64  # of an array of numpy
@@ -24,13 +24,24 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
     """
     tree = _load(path, where)
     if isinstance(tree, Mapping):
-        tree = next((tree[name] for name in inside if isinstance(tree.get(name), Mapping)), tree)
+        name = next((name for name in inside if isinstance(tree.get(name), Mapping)), None)
+        if name is not None:
+            _check_one_set(tree, name, path, where)
+            tree = tree[name]
     if not isinstance(tree, Mapping):
         raise UserError(f"{path} has a {type(tree).__name__}", where, "a file of torch.save(model.state_dict(), FILE)")
     tensors = [(str(name), value) for name, value in tree.items() if isinstance(value, torch.Tensor)]
     if len(dict(tensors)) < len(tensors):
         raise UserError(f"{path} has two arrays of one name", where, _FIX)
     return {name: _as_array(name, tensor, path, where) for name, tensor in tensors}
+
+
+def _check_one_set(tree: Mapping[Any, Any], name: str, path: Path, where: str) -> None:
+    """Raises UserError where a file has averages of weights beside the weights."""
+    for other, value in tree.items():
+        if other != name and isinstance(value, Mapping) and "ema" in str(other).lower():
+            what = f"{path} has weights as {short(name)!r} and averages of them as {short(other)!r}"
+            raise UserError(what, where, f"torch.save(torch.load(FILE)['{short(other)}'], 'averages.pt') has one of them alone")
 
 
 def _load(path: Path, where: str) -> Any:

@@ -24,6 +24,7 @@ from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import check_compiler, compile_summary, describe_device, dropout_stream, keep_gradients, seed_dropout
+from hvdtrain.frameworks.torch.frozen import check_overlaps
 from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
 from hvdtrain.frameworks.torch.own_loop.counted import Accumulated, Gate, check_loss, check_mean_over_samples
@@ -384,6 +385,7 @@ def uncompiled(model: Any) -> Any:
 def check_given(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the configuration says."""
     stage, is_cut = config.shard.stage, config.shard.stage == 3 or config.parallel.cuts
+    check_overlaps(model, WHERE)
     if stage or is_cut:
         check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage" if stage else "parallel.*"))
     how, instead = ("shard.stage=3", "shard.stage=2") if stage == 3 else ("parallel.*", "no parallel.*")
