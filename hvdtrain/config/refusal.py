@@ -13,7 +13,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
-import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -104,6 +103,8 @@ def _example(kind: Any, default: Any, value: Any) -> str:
 
 def _as_yaml(entry: Any) -> str:
     """An entry of a list as one would type it: a text in quotes where YAML reads something else."""
+    import yaml  # --help needs none
+
     if not isinstance(entry, str):
         return json.dumps(entry, separators=(",", ":"))
     return entry if re.fullmatch(r"[\w./*:-]+", entry) and entry[0].isalpha() and yaml.safe_load(entry) == entry else f"'{entry}'"
