@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.model import init_classifier
+from hvdtrain.frameworks.torch.model import MasksWithGaps, init_classifier
 from hvdtrain.frameworks.torch.models import airbench, alexnet, convnet, linear, mlp, resnet, wide_resnet
 
 
@@ -309,3 +309,15 @@ def test_a_model_without_a_classifier_is_refused() -> None:
     assert "Linear has no linear layer with 9 outputs, one for each class" in str(error.value)
     assert "where: job.yaml:3" in str(error.value)
     assert "fix: leave model.classifier_std out" in str(error.value)
+
+
+def test_a_mask_without_numbers_is_not_true_everywhere() -> None:
+    """Libraries ask whether they may leave a mask out, also in `plan`, where tensors have no numbers."""
+    mask = torch.ones(3, dtype=torch.bool, device="meta")
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        bool(mask.all())
+    with MasksWithGaps():
+        assert not mask.all()
+        assert torch.ones(3, dtype=torch.bool).all()
+        with pytest.raises(RuntimeError, match="meta tensors"):
+            torch.ones((), device="meta").item()
