@@ -70,7 +70,7 @@ COMMANDS = [
     "sweep --config stranger.net/config.yaml --grid seed=1,2 --out out",
     "evaluate stranger.net",
     "predict stranger.net --images stranger.net --to x.csv",
-    "sample stranger.net --to x.txt",
+    "sample stranger.net",
     "export stranger.net --to x.keras",
     "replay stranger.net",
 ]
@@ -135,6 +135,19 @@ def test_what_a_record_does_outside_its_folder_needs_the_users_word(lines: str, 
     assert caught.value.what == f"{what}, and only the configuration of a run says it"
     assert f"add the argument {key}={value}" in caught.value.fix
     configure(str(tmp_path / "config.yaml"), [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("model", ["name: gpt\n  layers: 1000000000\n  width: 8\n  heads: 1"])
+def test_a_model_that_no_host_can_have(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before it has taken the memory."""
+    monkeypatch.setattr("hvdtrain.frameworks.torch.model.most_bytes", lambda: 2.0**20)
+    (tmp_path / "text.txt").write_text("to be or not to be " * 20)
+    (tmp_path / "mine.yaml").write_text("model: {name: gpt, layers: 1000000000, width: 8, heads: 1}\ntask.name: language\nbatch.size: 8\n")
+    data = ["data.name=text", f"data.root={tmp_path / 'text.txt'}", "data.context=8", "data.val_share=0.2"]
+    assert main(["--config", str(tmp_path / "mine.yaml"), *data, f"run={tmp_path / 'run'}", "comm.engine=single"]) == USER
+    assert "gpt has more than the 0.0 GiB of memory that this process can have" in capsys.readouterr().err
 
 
 @needs_mpirun

@@ -25,6 +25,7 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
 from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
+from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
 from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
@@ -200,9 +201,12 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
-    with watched(config):
-        set_number_type(config)
-        model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
+    try:
+        with watched(config), counted(most_bytes()):
+            set_number_type(config)
+            model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
+    except TooLarge as error:
+        raise UserError(f"{name} has {error}", where, "fewer or smaller layers; shard.stage=3 gives each rank a part of them") from None
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="

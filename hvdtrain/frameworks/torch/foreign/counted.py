@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 
 _MOST_PARTS = 2**18  # modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
 
@@ -20,18 +22,23 @@ class TooLarge(Exception):
 
 
 @contextlib.contextmanager
-def counted(most_bytes: float) -> Iterator[None]:
-    """Inside, TooLarge is raised where the modules that this thread makes have more than most_bytes, or more than so many parts."""
+def counted(most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bool = False) -> Iterator[None]:
+    """Inside, TooLarge is raised where the modules that this thread makes have more bytes on the host, or more parts.
+
+    of_meta: tensors without memory count as if they had it.
+    """
     thread, parts, nbytes = threading.get_ident(), 0, 0
+    seen: set[int] = set()  # a tensor may be registered again, as a tied one
 
     def count(module: torch.nn.Module, name: str, part: Any) -> None:
         nonlocal parts, nbytes
         if threading.get_ident() != thread:
             return
         parts += 1
-        nbytes += part.nbytes if isinstance(part, torch.Tensor) else 0
-        if parts > _MOST_PARTS:
-            raise TooLarge(f"more than {_MOST_PARTS} layers and parameters")
+        nbytes += 0 if id(part) in seen else _bytes(part, of_meta)
+        seen.add(id(part))
+        if parts > most_parts:
+            raise TooLarge(f"more than {most_parts} layers and parameters")
         if nbytes > most_bytes:
             raise TooLarge(f"more than the {most_bytes / 2**30:.1f} GiB of memory that this process can have")
 
@@ -47,23 +54,29 @@ def counted(most_bytes: float) -> Iterator[None]:
             handle.remove()
 
 
+def _bytes(part: Any, of_meta: bool) -> int:
+    """The size of a tensor on the host; 0 for a module, for one whose shape is not known yet, and for one of FakeTensorMode."""
+    if not isinstance(part, torch.Tensor) or is_lazy(part) or isinstance(part, FakeTensor):
+        return 0
+    return part.nbytes if part.device.type == "cpu" or of_meta else 0
+
+
 def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """What make() returns, which is made without memory before. Raises TooLarge, and what make() does."""
     probe = torch.empty(2**16)
     if type(probe) is not torch.Tensor or probe.device.type != "cpu":  # of a caller who makes models without memory
-        with counted(float("inf")):
+        with counted(float("inf"), _MOST_PARTS):
             return make()
     before = torch.get_rng_state()
     try:
-        with counted(most_bytes()), torch.device("meta"):
+        with counted(most_bytes(), _MOST_PARTS, of_meta=True), torch.device("meta"):
             make()
     except TooLarge:
         raise
     except Exception:  # a constructor that reads numbers of its tensors; any other error comes again
         pass
     torch.set_rng_state(before)
-    with counted(most_bytes()):
-        return make()
+    return make()
 
 
 def most_bytes() -> float:
