@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _CUDA_LIBRARY = "libtorch_cuda.so"
+_lock = threading.Lock()
 _libraries: list[Any] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
 
 
@@ -45,10 +47,12 @@ def define_missing_operators() -> None:
 
     if torch.version.cuda or torch.version.hip:
         return
-    library = torch.library.Library("torchvision", "DEF")
-    for schema in _SCHEMAS:
-        library.define(schema)
-    _libraries.append(library)
+    with _lock:  # a thread that imports the model's libraries and the one that builds the task both come here while torch is imported
+        if not _libraries:
+            library = torch.library.Library("torchvision", "DEF")
+            for schema in _SCHEMAS:
+                library.define(schema)
+            _libraries.append(library)
 
 
 def _is_mismatched() -> bool:

@@ -17,7 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
-from hvdtrain.tasks.user_functions import Loss, UserMetrics, is_torch_module, parts_of, terms_of
+from hvdtrain.tasks.user_functions import Loss, UserMetrics, is_torch_module, parts_of, terms_of, terms_of_no_samples
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -351,6 +351,8 @@ class TorchMeasured:
 
     def each(self, outputs: Any, batch: Tensors, training: bool) -> Each:
         each = self._part.each(outputs, batch, training)
+        if not len(each.loss):  # norm.kind=sync may give a rank a pass without samples
+            return each._replace(terms={**each.terms, **terms_of_no_samples(self._metrics, each.loss.detach())})
         with torch.no_grad():
             if isinstance(self._part, TorchFunctions):
                 fields = self._part.batch_for_user(batch)

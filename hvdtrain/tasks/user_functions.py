@@ -147,6 +147,16 @@ def terms_of(
     return terms
 
 
+def terms_of_no_samples(metrics: UserMetrics, empty: Any) -> dict[str, Any]:
+    """The terms of a pass without samples, for which no function is called; empty: (0,) of the framework."""
+    terms: dict[str, Any] = {}
+    for name, metric in summed(metrics).items():
+        terms[f"{name}_sum"] = empty.reshape(0, 1).repeat(1, metric.length) if metric.length else empty
+        if not metric.length:
+            terms[f"{name}_count"] = empty
+    return terms
+
+
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
     """What a metric's function raises inside is a UserError with the metric's name; not where the memory is full."""

@@ -273,3 +273,18 @@ def test_a_metric_that_fails_is_told_by_its_name() -> None:
         read_metrics({"mine": (torchmetrics.R2Score, "max")})
     with pytest.raises(UserError, match=r"metric mine is a MetricCollection, of several numbers\n.*\n  fix: each of its metrics by"):
         read_metrics({"mine": (torchmetrics.MetricCollection([torchmetrics.R2Score()]), "max")})
+
+
+def test_no_metric_is_called_for_a_pass_without_samples(tmp_path: Path) -> None:
+    """norm.kind=sync may give a rank one: metrics of the library, and functions, do not take it. The other numbers stay as they are."""
+    f1 = torchmetrics.classification.MulticlassF1Score(num_classes=10, average="macro")
+
+    def largest(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return outputs.reshape(len(outputs), -1).amax(1)  # fails without samples
+
+    words = "data.name=digits model.name=convnet model.widths=[3,4] norm.kind=sync batch.size=500 stop.steps=2 speed.precision=fp64"
+    plain, measured_too = (
+        hvdtrain.train({"run": str(tmp_path / name)}, *words.split(), metrics=metrics)
+        for name, metrics in {"plain": None, "measured": {"f1": (f1, "max"), "largest": (largest, "max")}}.items()
+    )
+    assert all(np.array_equal(plain.weights[name], array) for name, array in measured_too.weights.items())
