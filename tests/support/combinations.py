@@ -169,7 +169,10 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
     if "comm.compression" in pair.words:
         alone = joined("speed.precision=fp32", alone)
     place = Place(engine_of(pair), ranks_of(pair.words), as_words({key: found[key] for key in found if key in on_ranks}))
-    return DrawnJob(0, joined(COMMON, MODELS[model], alone), place, None, STOPPED)
+    words = joined(COMMON, MODELS[model], alone)
+    if "norm.kind=sync" in words:
+        words = words.replace(" norm.ghost=3", "")  # of the model, and without effect
+    return DrawnJob(0, words, place, None, STOPPED)
 
 
 def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
@@ -388,8 +391,7 @@ def page(results: dict[str, Found]) -> str:
         f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
         "All ranks are on one host, on which `shard.group=node` has one group.",
-        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, all of them in turn; "
-        "`HVDTRAIN_TEST_DAY=2026-11-28` chooses the day.",
+        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, in turn; `HVDTRAIN_TEST_DAY=2026-11-28` chooses a day.",
         "",
         "| sign | pairs | |",
         "|---|---|---|",

@@ -63,6 +63,7 @@ def draw(seed: int, limits: Limits) -> DrawnJob:
     )
     options, at = _Options(dice, framework, task, model, optimizer, batch, samples, steps), dice.randint(1, 3)
     words = " ".join([f"checkpoint.every_steps={at}", *options.common(), *options.optimizer(), *options.recipe(), *options.inputs()])
+    words = " ".join([words, *options.others(random.Random(f"others {seed}"), words)])
     place = _place(dice, limits, framework, model, optimizer, words)
     next_place = _place(dice, limits, framework, model, optimizer, words) if dice.random() < 0.5 else None
     return DrawnJob(seed, words, place, next_place, at)
@@ -159,6 +160,28 @@ class _Options:
         if self.model.startswith("gpt"):
             words += self.sometimes(0.2, "model.recompute=all") + self.sometimes(0.3, "task.ignore=0")
         return words
+
+    def others(self, dice: random.Random, words: str) -> list[str]:
+        """Words of features that came later, by dice of their own, so that a seed keeps its other words."""
+        found = ["hooks=[example_objects:Hook]"] if dice.random() < 0.15 else []
+        if dice.random() < 0.15 and self.framework == "torch" and self.model != "own":
+            found.append('model.freeze=["*bias"]')
+        by_weight = self.task == "classification" and not any(
+            word in words for word in ("data.sampling", "augment.mixup", "flip=alternating", "sample_noise")
+        )
+        kind = dice.choice(("blocks", "weights", "", "", ""))
+        if kind == "blocks" and "data.sampling" not in words:
+            found.append(f"data.shuffle=blocks data.shuffle_block={dice.randint(1, 9)} data.shuffle_window={dice.randint(1, 5)}")
+        elif kind == "weights" and by_weight:
+            found.append("data.sample_weights=balanced")
+        if self.images:
+            for word in ("augment.erase=0.5", "augment.rand_augment=2", "augment.color_jitter=[0.4,0.4]"):
+                found += [word] if dice.random() < 0.1 else []
+            if "sample_weights" not in " ".join(found) and dice.random() < 0.1:
+                found.append("augment.cutmix=1.0")
+            if "augment.crop" not in words and dice.random() < 0.1:
+                found.append("augment.resized_crop=0.5")
+        return found
 
 
 def _place(dice: random.Random, limits: Limits, framework: str, model: str, optimizer: str, words: str) -> Place:
