@@ -66,7 +66,7 @@ class Exclusion(NamedTuple):
     words: str = ""  # what an example needs besides: a value that is an error by itself elsewhere
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # rows may have lists, which have no hash
 class JobFeature:
     """Something that a configuration turns on.
 
