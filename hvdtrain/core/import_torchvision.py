@@ -45,7 +45,7 @@ def define_missing_operators() -> None:
         return
     import torch
 
-    if torch.version.cuda or torch.version.hip:
+    if _libraries or torch.version.cuda or torch.version.hip:  # an older installation of hvdtrain defines them in that import
         return
     with _lock:  # a thread that imports the model's libraries and the one that builds the task both come here while torch is imported
         if not _libraries:
