@@ -148,7 +148,10 @@ def test_data_that_do_not_fit_are_refused(y: np.ndarray, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.label_smoothing=0.1", "model.label_smoothing=0.1 is of task.name=classification and language, this is multilabel"),
+        (
+            "model.label_smoothing=0.1",
+            "model.label_smoothing=0.1 needs task.name=classification or language, but this is task.name=multilabel",
+        ),
         ("model.loss=squared_error", "model.loss=squared_error is of task.name=classification, this is multilabel"),
         ("augment.mixup=0.3", "augment"),
     ],

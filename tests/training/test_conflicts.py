@@ -413,6 +413,7 @@ NEEDS = {
     "model.lora_rank=4": "model.lora=[a]",
     "model.lora_alpha=4": "model.lora=[a]",
     "model.lora_dropout=0.1": "model.lora=[a]",
+    "model.lora_train=[a]": "model.lora=[a]",
     "comm.local_from=1": "comm.local_steps=2",
     "parallel.sequence=true": "parallel.tensor=2 model.name=gpt task.name=language",
     "parallel.schedule=gpipe": "parallel.pipeline=2",
