@@ -100,7 +100,12 @@ def run_command(arguments: list[str]) -> int:
 
     help_index = next((index for index, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
     if help_index is not None:
-        topic = arguments[help_index + 1] if len(arguments) > help_index + 1 else name if name in ("train", "list") else None
+        if len(arguments) > help_index + 1:
+            topic = arguments[help_index + 1]
+        elif name in ("train", "list"):
+            topic = name
+        else:
+            topic = None
         if topic in COMMANDS:
             return _call(topic, ["--help"])
         if topic is None and help_index:

@@ -78,10 +78,15 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
 
     Raises UserError, on every rank, where comm.device_memory=device cannot be.
     """
-    code = _YES if answer is None or answer.takes_it else _UNKNOWN if answer.takes_it is None else _NO
+    if answer is None or answer.takes_it:
+        code = _YES
+    elif answer.takes_it is None:
+        code = _UNKNOWN
+    else:
+        code = _NO
     least = communicator.allreduce(np.array([answer is not None, -(answer is not None), code]), "device memory", "min")
     all_on_gpus, any_on_gpu, least_code = bool(least[0]), bool(least[1]), int(least[2])
-    how = answer.how if answer and code == least_code else f"{'the MPI of ' * (least_code < _YES)}another rank"
+    how = answer.how if answer and code == least_code else f"{'the MPI of ' if least_code < _YES else ''}another rank"
     if not any_on_gpu:
         return Choice(None, f"comm.device_memory={wish} does nothing: no rank computes on a GPU" if wish != "auto" else "")
     if wish == "device" and (least_code == _NO or not all_on_gpus):
@@ -91,7 +96,12 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
         return Choice(
             "device", f"GPU tensors are handed to MPI as they are: {how if least_code == _YES else f'comm.device_memory=device; {how}'}"
         )
-    why = "comm.device_memory=host" if wish == "host" else how if all_on_gpus else "a rank computes on a CPU"
+    if wish == "host":
+        why = "comm.device_memory=host"
+    elif all_on_gpus:
+        why = how
+    else:
+        why = "a rank computes on a CPU"
     return Choice("host", f"GPU tensors go through page-locked host memory: {why}")
 
 

@@ -126,7 +126,7 @@ def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
 
 
 def _not_arrived(missing: Sequence[str], where: str, timeout: timedelta) -> UserError:
-    what = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:16])} did not arrive within {timeout.total_seconds():g} s"
+    what = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} did not arrive within {timeout.total_seconds():g} s"
     return UserError(what, where, "look for their own errors; or comm.timeout_s=...")
 
 

@@ -113,7 +113,12 @@ def mesh_of_layers(world: Communicator, config: Config, group: Callable[[Callabl
     if config.shard.stage:
         return Mesh(world, data, tensor, world, data, ALONE, table, pipe)
     several = parallel.tensor > 1 and parallel.pipeline > 1
-    parts = group(lambda rank: rank.data) if several else pipe if parallel.pipeline > 1 else tensor
+    if several:
+        parts = group(lambda rank: rank.data)
+    elif parallel.pipeline > 1:
+        parts = pipe
+    else:
+        parts = tensor
     return Mesh(world, data, tensor, parts, ALONE, data, table, pipe)
 
 
@@ -188,4 +193,4 @@ def ranks_summary(ranks: Sequence[int]) -> str:
             runs.append([rank])
     pieces = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     more = f", ... ({len(ranks)} ranks)" if len(pieces) > PIECES else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(pieces[:PIECES])}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(pieces[:PIECES])}{more}"

@@ -77,7 +77,7 @@ def find(folder: str, name: str, where: str) -> Path:
         fix = (
             f"did you mean {right}?" if right is not None and (right in known or is_dotted(right)) else path or nearest(name, sorted(known))
         )
-        raise UserError(f"unknown name{' for framework=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, fix)
+        raise UserError(f"unknown name{' for framework=jax' if folder == 'frameworks/jax/models' else ''}: {short(name)}", where, fix)
     return known[name]
 
 
@@ -317,4 +317,8 @@ def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str
 
 def shown_default(default: Any) -> str:
     """A default as one would type it: `[16,32]`, `true`, nothing for null."""
-    return "" if default is None else default if isinstance(default, str) else json.dumps(default, separators=(",", ":"))
+    if default is None:
+        return ""
+    if isinstance(default, str):
+        return default
+    return json.dumps(default, separators=(",", ":"))

@@ -165,7 +165,11 @@ def _is_of_a_run(path: str) -> bool:
 
 
 def _elsewhere(key: str) -> str:
-    return "ANOTHER" if key == "run" else "false" if key.endswith("download") else "null"
+    if key == "run":
+        return "ANOTHER"
+    if key.endswith("download"):
+        return "false"
+    return "null"
 
 
 def resolve(assigned: Sequence[Assignment]) -> Config:

@@ -148,8 +148,12 @@ def _bounds(info: FieldInfo, value: float) -> str:
         numbers = f"{lowest} and less than {bound['lt']:g}"
     elif highest < SANITY_BOUND or highest < value < math.inf:
         numbers = f"{bound['ge']:g} to {highest:g}" if "ge" in bound else f"more than {bound['gt']:g}, up to {highest:g}"
+    elif "gt" in bound:
+        numbers = f"more than {bound['gt']:g}"
+    elif bound:
+        numbers = f"{bound['ge']:g} or more"
     else:
-        numbers = f"more than {bound['gt']:g}" if "gt" in bound else f"{bound['ge']:g} or more" if bound else "a finite number"
+        numbers = "a finite number"
     return f"{numbers}, or null" if NoneType in typing.get_args(info.annotation) else numbers
 
 

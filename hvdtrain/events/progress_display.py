@@ -247,4 +247,4 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     clock = f"{hours}:{minutes:02d}:{rest_s:02d}" if hours or days else f"{minutes}:{rest_s:02d}"
-    return f"{days} day{'s' * (days > 1)} {clock}" if days else clock
+    return f"{days} day{'s' if days > 1 else ''} {clock}" if days else clock

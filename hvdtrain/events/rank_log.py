@@ -88,7 +88,7 @@ class RankWarnings(logging.Handler):
             return
         text = self.format(record).rstrip()
         if self._left_out:
-            text += f"\n({self._left_out} warning{'s' * (self._left_out > 1)} left out before: nobody read this output)"
+            text += f"\n({self._left_out} warning{'s' if self._left_out > 1 else ''} left out before: nobody read this output)"
             self._left_out = 0
         self._waiting = print_stderr(text, 1.0)
 

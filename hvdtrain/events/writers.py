@@ -93,7 +93,7 @@ class TextWriter:
     def __call__(self, event: Event) -> None:
         if self._left_out:
             count, self._left_out = self._left_out, 0
-            self.write(f"  ({count} line{'s' * (count > 1)} left out: nobody read this output)")
+            self.write(f"  ({count} line{'s' if count > 1 else ''} left out: nobody read this output)")
         for line in event.fields.get("lines", ()):
             self.write(line)
         if event.kind == "start":

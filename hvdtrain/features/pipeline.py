@@ -31,7 +31,7 @@ def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
     stages = parallel.pipeline * parallel.stages_of_rank
     if isinstance(parallel.balance, list) and len(parallel.balance) != stages:
         given = len(parallel.balance)
-        what = f"parallel.balance={as_yaml(parallel.balance)} has {given} stage{'s' * (given != 1)}, the pipeline has {stages}"
+        what = f"parallel.balance={as_yaml(parallel.balance)} has {given} stage{'s' if given != 1 else ''}, the pipeline has {stages}"
         yield UserError(what, job.where("parallel.balance"), f"{stages} numbers of units: hvdtrain plan --pipeline shows them")
 
 

@@ -22,7 +22,7 @@ def _sends(job: PlannedJob) -> Iterator[UserError]:
 def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
     count = job.config.servers.count
     if count >= job.ranks:
-        what = f"servers.count={count} leaves no worker: the job has {job.ranks} rank{'s' * (job.ranks > 1)}"
+        what = f"servers.count={count} leaves no worker: the job has {job.ranks} rank{'s' if job.ranks > 1 else ''}"
         yield UserError(what, job.where("servers.count"), f"{count + 1} ranks or more, or fewer servers")
 
 

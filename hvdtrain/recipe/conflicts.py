@@ -74,7 +74,9 @@ def _plateau(config: Config) -> Iterator[UserError]:
     for key in ("patience", "threshold", "threshold_mode", "cooldown"):
         if getattr(recipe, key) != type(recipe).model_fields[key].default:
             what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
-            yield UserError(what, config.where(f"recipe.{key}"), f"recipe.schedule=plateau{'; or stop.patience' * (key == 'patience')}")
+            yield UserError(
+                what, config.where(f"recipe.{key}"), f"recipe.schedule=plateau{'; or stop.patience' if key == 'patience' else ''}"
+            )
 
 
 def _one_cycle(config: Config) -> Iterator[UserError]:
@@ -127,7 +129,7 @@ def _warmup(config: Config) -> Iterator[UserError]:
         return
     if length.amount * epoch_multiplier(config) >= epochs:
         words = length.words(epoch_multiplier(config))
-        what = f"a warm-up of {words} leaves nothing of {epochs:g} epoch{'s' * (epochs != 1)} to the schedule"
+        what = f"a warm-up of {words} leaves nothing of {epochs:g} epoch{'s' if epochs != 1 else ''} to the schedule"
         yield UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or epochs={int(length.amount) + 1} or more")
 
 

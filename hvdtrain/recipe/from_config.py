@@ -148,7 +148,7 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     recipe, warmup, end = config.recipe, warmup_epochs(config, time, growth), time.end(growth)
     if warmup >= end and needs_time_after_warmup(recipe):
         length = _with_epochs(read_length(recipe.warmup), warmup)
-        what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' * (end != 1)} to the schedule"
+        what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} to the schedule"
         raise UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or a longer job")
     after_warmup = _one_piece(config, end) or _schedule_after_warmup(config, time, growth, warmup)
     if recipe.floor:
@@ -203,7 +203,7 @@ def _check_rising(key: str, lengths: Sequence[float | str], at: Sequence[float],
 
 def _with_epochs(length: Length, epochs: float) -> str:
     """500 steps (0.35 epochs)"""
-    return length.words() if length.unit == "epochs" else f"{length.words()} ({epochs:g} epoch{'s' * (epochs != 1)})"
+    return length.words() if length.unit == "epochs" else f"{length.words()} ({epochs:g} epoch{'s' if epochs != 1 else ''})"
 
 
 def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:

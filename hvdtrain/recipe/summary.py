@@ -33,7 +33,7 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
         line += ", momentum {1:g} to {0:g} and back".format(*config.recipe.cycle_momentum)
     if config.recipe.schedule == "plateau":
         patience = config.recipe.patience
-        evaluations = f"{patience} evaluation{'s' * (patience != 1)} in a row"
+        evaluations = f"{patience} evaluation{'s' if patience != 1 else ''} in a row"
         line += f", then x {config.recipe.gamma:g} after more than {evaluations} without a better one"
         line += f", down to {config.recipe.end_lr:g}" if config.recipe.end_lr else ""
     if config.recipe.floor:
@@ -77,7 +77,7 @@ def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
     if not any(length % local_steps for length in lengths):
         return []
     least, most = min(lengths), max(lengths)
-    steps = f"{most} step{'s' * (most > 1)}" if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
+    steps = f"{most} step{'s' if most > 1 else ''}" if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
     after = f"after each {local_steps} local steps, and at the end of each epoch, of {steps}"
     return [f"averages of the weights {after}: the count begins again there"]
 

@@ -88,7 +88,7 @@ def _lead(run: RunRecord) -> str:
     """The run in one sentence."""
     mesh = mesh_of(run)
     in_mesh = f" ({mesh.summary})" if mesh else ""
-    ranks = f"{run.ranks:,} rank{'s' * (run.ranks > 1)}{in_mesh}, " if run.ranks else ""
+    ranks = f"{run.ranks:,} rank{'s' if run.ranks > 1 else ''}{in_mesh}, " if run.ranks else ""
     time = summary.duration(summary.job_seconds(run))
     objective = objective_of(run)
     best = objective.shown(summary.best_value(run))
@@ -113,7 +113,9 @@ def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
     if failed:
         last = failed[-1]
         reason = redact_urls(str(last.get("reason")))
-        lines.append(f"{len(failed)} checkpoint{'s' * (len(failed) > 1)} could not be written, the last at step {last['step']}: {reason}")
+        lines.append(
+            f"{len(failed)} checkpoint{'s' if len(failed) > 1 else ''} could not be written, the last at step {last['step']}: {reason}"
+        )
     if not run.config:
         lines.append("config.yaml is missing or cannot be read: the run is compared with no other")
     changes = changes_between_starts(run)

@@ -194,7 +194,7 @@ def scaling(comparison: ScalingComparison) -> Table:
         for row in comparison.rows
     ]
     fewest = comparison.rows[0].ranks
-    note = f"Relative to {fewest} rank{'s' * (fewest > 1)}. Mean ± standard deviation over the runs; n: how many runs."
+    note = f"Relative to {fewest} rank{'s' if fewest > 1 else ''}. Mean ± standard deviation over the runs; n: how many runs."
     kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
     return Table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], note)
 

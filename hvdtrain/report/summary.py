@@ -400,7 +400,7 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
             lost = [rank for rank in _list(event, "ranks") if isinstance(rank, int)]
             living = {rank: host for rank, host in living.items() if rank not in lost}
             hosts = [host for index, host in enumerate(living.values()) if host not in list(living.values())[:index]]
-            found.append(WorldSize(at, seconds, number(event, "left"), hosts, f"{len(lost)} rank{'s' * (len(lost) != 1)} lost"))
+            found.append(WorldSize(at, seconds, number(event, "left"), hosts, f"{len(lost)} rank{'s' if len(lost) != 1 else ''} lost"))
         before = event
     return found
 

@@ -83,7 +83,7 @@ class Classification:
     @property
     def summary(self) -> str:
         dtype = "" if self.is_of_images else f" {self.dtype}"
-        return f"{'x'.join(map(str, self.shape)) or '1'}{dtype}, {self.classes:,} class{'es' * (self.classes > 1)}"
+        return f"{'x'.join(map(str, self.shape)) or '1'}{dtype}, {self.classes:,} class{'es' if self.classes > 1 else ''}"
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])

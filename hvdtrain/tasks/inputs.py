@@ -54,7 +54,7 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
         has = f"x is {x}" if x is not None else f"the data have {', '.join(source.fields)}, and no x"
         raise UserError(f"data.mean and data.std are of images x; {has}", where, "leave them out: task.standardize says what is done to x")
     if len(mean) != x.shape[-1] or len(std) != x.shape[-1] or min(std) <= 0:
-        what = f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} channel{'s' * (x.shape[-1] > 1)}"
+        what = f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} channel{'s' if x.shape[-1] > 1 else ''}"
         raise UserError(what, where, "a number for each channel in both, deviations above 0")
     if standardize is False:
         raise UserError("task.standardize=false leaves data.mean and data.std without effect", where, "one of them")

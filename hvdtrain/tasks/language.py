@@ -24,7 +24,11 @@ _nats = ratio("loss", "tokens")
 
 def _perplexity(sums: Sums) -> float:
     """exp(nats per token); infinite where that is no float64."""
-    return math.exp(nats) if (nats := _nats(sums)) < 700 else nats if math.isnan(nats) else math.inf
+    if (nats := _nats(sums)) < 700:
+        return math.exp(nats)
+    if math.isnan(nats):
+        return nats
+    return math.inf
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ class Multilabel:
 
     @property
     def summary(self) -> str:
-        return f"{'x'.join(map(str, self.x.shape)) or '1'} {self.x.dtype}, {self.labels:,} label{'s' * (self.labels > 1)}, each 0 or 1"
+        return (
+            f"{'x'.join(map(str, self.x.shape)) or '1'} {self.x.dtype}, {self.labels:,} label{'s' if self.labels > 1 else ''}, each 0 or 1"
+        )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

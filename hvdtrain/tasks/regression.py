@@ -52,7 +52,7 @@ class Regression:
     @property
     def summary(self) -> str:
         shape = "x".join(map(str, self.x.shape)) or "1"
-        return f"{shape} {self.x.dtype}, {self.size:,} number{'s' * (self.size > 1)} to predict"
+        return f"{shape} {self.x.dtype}, {self.size:,} number{'s' if self.size > 1 else ''} to predict"
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

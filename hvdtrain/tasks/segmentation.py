@@ -101,7 +101,7 @@ class Segmentation:
 
     @property
     def summary(self) -> str:
-        return f"{'x'.join(map(str, self.x.shape))} {self.x.dtype}, {self.classes:,} class{'es' * (self.classes > 1)} of pixels"
+        return f"{'x'.join(map(str, self.x.shape))} {self.x.dtype}, {self.classes:,} class{'es' if self.classes > 1 else ''} of pixels"
 
     def weight(self, batch: Batch) -> int:
         """The pixels that have a class."""
@@ -200,7 +200,12 @@ def _check_shapes(x: Field, y: Field, where: str) -> None:
         raise UserError(f"task.name=segmentation needs images x; x is {x}", where, fix)
     pixels = x.shape[:2] if is_image(x) else x.shape[1:]
     if y.shape != pixels or np.dtype(y.dtype).kind not in "iub":
-        fix = "y[:, 0]" if y.shape == (1, *pixels) else "y[..., 0]" if y.shape == (*pixels, 1) else "one integer for each pixel"
+        if y.shape == (1, *pixels):
+            fix = "y[:, 0]"
+        elif y.shape == (*pixels, 1):
+            fix = "y[..., 0]"
+        else:
+            fix = "one integer for each pixel"
         raise UserError(f"task.name=segmentation needs masks y {pixels} of integers; y is {y}", where, fix)
 
 

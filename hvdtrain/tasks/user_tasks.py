@@ -216,7 +216,7 @@ class Measured:
         """Lines for the header."""
         names = list(of_parts(self.own))
         what = "of evaluations alone, which gather what they keep of every sample on every rank"
-        return [f"metric{'s' * (len(names) > 1)} {', '.join(names)}: {what}"] if names else []
+        return [f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"] if names else []
 
     def facts(self) -> dict[str, Any]:
         """With the direction and length of each metric."""

@@ -241,7 +241,12 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     if plugins.is_users_own(config.data):
         return _open_own(config, split)
     if config.data.pad or config.data.mask or config.data.pack is not None:
-        key = "data.pad" if config.data.pad else "data.mask" if config.data.mask else "data.pack"
+        if config.data.pad:
+            key = "data.pad"
+        elif config.data.mask:
+            key = "data.mask"
+        else:
+            key = "data.pack"
         what = f"{key} is of data of your own whose samples have different lengths; those of data.name={config.data.name} have one"
         raise UserError(what, config.where(key), "leave it out; or a torch Dataset, or a dict with a list of arrays")
     make = _plugin(config).build

@@ -159,7 +159,12 @@ class ElasticJob:
         is_server_lost = any(rank < job.config.servers.count for rank in loss.ranks)
         no_worker_left = 0 < job.config.servers.count >= job.communicator.size
         if job.config.guard.lost == "restart" or is_server_lost or no_worker_left:
-            why = "a server is lost" if is_server_lost else "no worker is left" if no_worker_left else "guard.lost=restart"
+            if is_server_lost:
+                why = "a server is lost"
+            elif no_worker_left:
+                why = "no worker is left"
+            else:
+                why = "guard.lost=restart"
             then = f"the job ends, to be started again ({why})"
             job.health.stop_request, job.health.stop_code = f"{loss.who()} lost", LOST
         tell_loss(job.log, loss, now, step, job.communicator.size, f"{then} from step {step}{_what_was_lost(loss)}")

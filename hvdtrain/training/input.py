@@ -263,7 +263,7 @@ class Prefetcher:
         if self.ahead == 0:
             return "read when needed"
         own = ", each rank other blocks" if isinstance(self._shuffle, BlocksOfRanks) else ""
-        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead{own}"
+        return f"{self.readers} reader{'s' if self.readers > 1 else ''}, {self.ahead} steps ahead{own}"
 
     def _read_ahead(self, progress: Progress) -> None:
         """Fills the queue with the next `ahead` steps after `progress`, up to the end of the job."""

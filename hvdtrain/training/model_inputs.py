@@ -125,7 +125,7 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
         what = f"model.name={config.model.name} takes one input x, and the data give it {shown}"
         raise UserError(what, config.where("model.name"), "a model of your own, package.module:Class; or one field x")
     if key := next(
-        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1), "dense" * (config.parallel.dense != "none")
+        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1), ("dense" if config.parallel.dense != "none" else "")
     ):
         what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
         raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks")
@@ -154,4 +154,4 @@ def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list
     if names == X or not unused:
         return []
     fix = f"data.inputs=[{','.join([*names, unused[0]])}] gives the model {unused[0]} too"
-    return [f"nothing uses the field{'s' * (len(unused) > 1)} {', '.join(unused)}; {fix}"]
+    return [f"nothing uses the field{'s' if len(unused) > 1 else ''} {', '.join(unused)}; {fix}"]

@@ -149,10 +149,15 @@ def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks:
     if batch is None or learner.trains_one_sample():
         return
     micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
-    on = f"{readers} rank{'s' * (readers > 1)}{micro}"
+    on = f"{readers} rank{'s' if readers > 1 else ''}{micro}"
     what = f"a batch of {batch} on {on} has a pass of one sample, of which a batch norm takes no variance"
-    fix = f"a batch of {2 * readers} or more{', fewer ranks or norm.kind=sync' * (readers > 1)}; or a model without batch norm"
-    key = "batch.micro" if micro else "recipe.growth" if batch != growth.first else "batch.size"
+    fix = f"a batch of {2 * readers} or more{', fewer ranks or norm.kind=sync' if readers > 1 else ''}; or a model without batch norm"
+    if micro:
+        key = "batch.micro"
+    elif batch != growth.first:
+        key = "recipe.growth"
+    else:
+        key = "batch.size"
     raise UserError(what, config.where(key), "a batch.micro that leaves no pass with one; or " * bool(micro) + fix)
 
 

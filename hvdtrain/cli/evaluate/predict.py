@@ -67,9 +67,12 @@ def predict(arguments: Sequence[str]) -> int:
     parsed = parse("predict", USAGE, arguments, {"--images": None, "--data": None, "--to": None, "--checkpoint": ""}, ["--force"])
     given = [name for name in ("images", "data") if parsed.options[name] is not None]
     if len(given) != 1 or parsed.options["to"] is None:
-        what = (
-            "--to is missing" if len(given) == 1 else "--images or --data is missing" if not given else "--images and --data are both given"
-        )
+        if len(given) == 1:
+            what = "--to is missing"
+        elif not given:
+            what = "--images or --data is missing"
+        else:
+            what = "--images and --data are both given"
         raise UserError(what, "command line of predict", USAGE.partition("\n")[0])
     may_be_of_masks = given == ["images"] and not Path(parsed.options["to"]).suffix
     (check_folder_of_masks if may_be_of_masks and parsed.options["to"] != "-" else _check_target)(

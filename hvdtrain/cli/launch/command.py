@@ -268,7 +268,9 @@ def _ranks(options: argparse.Namespace, hosts: Sequence[Host], allocation: Alloc
         given = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         enough = ",".join(f"{host.name}:{-(-ranks * host.slots // slots)}" for host in hosts)  # in proportion, rounded up
         fix = f"-np {slots}; or more slots, as in -H {short(enough)}; or --oversubscribe"
-        raise UserError(f"{ranks} ranks, but the hosts have {slots} slot{'s' * (slots > 1)}", f"-np {ranks}, hosts {short(given)}", fix)
+        raise UserError(
+            f"{ranks} ranks, but the hosts have {slots} slot{'s' if slots > 1 else ''}", f"-np {ranks}, hosts {short(given)}", fix
+        )
     return ranks
 
 

@@ -175,7 +175,14 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--all", action="store_true")
     add_options(parser)
     options, others = parser.parse_known_args(with_faults_value(with_memory_value(with_json_value(arguments))))
-    defaults = [PARALLEL_RANKS] if options.parallel else [2] if options.pipeline else RANKS if options.memory is not None else _RANKS
+    if options.parallel:
+        defaults: Sequence[int] = [PARALLEL_RANKS]
+    elif options.pipeline:
+        defaults = [2]
+    elif options.memory is not None:
+        defaults = RANKS
+    else:
+        defaults = _RANKS
     options.ranks = options.ranks or list(defaults)
     return options, others
 

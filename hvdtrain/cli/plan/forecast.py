@@ -345,7 +345,7 @@ def sentence(plan: MemoryPlan) -> str:
     """Which to take, for the most ranks that are shown: the first that fits of those that cost least time."""
     ranks = max(row.ranks for row in plan.rows)
     rows = sorted((row for row in plan.rows if row.ranks == ranks), key=lambda row: (row.recompute != "none", row.stage))
-    plain, of_ranks = rows[0], f"{ranks} rank{'s' * (ranks > 1)}"
+    plain, of_ranks = rows[0], f"{ranks} rank{'s' if ranks > 1 else ''}"
     if plan.limit is None:
         least = min(rows, key=lambda row: row.footprint.total)
         return f"on {of_ranks} {_words(least)} takes least, {gib(least.needs)}; {_words(plain)} takes {gib(plain.needs)}"
@@ -362,7 +362,7 @@ def sentence(plan: MemoryPlan) -> str:
 
 
 def _words(row: Row) -> str:
-    return f"shard.stage={row.stage}" + " model.recompute=all" * (row.recompute == "all")
+    return f"shard.stage={row.stage}" + (" model.recompute=all" if row.recompute == "all" else "")
 
 
 def memory_json(plan: MemoryPlan) -> dict[str, Any]:

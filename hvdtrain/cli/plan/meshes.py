@@ -87,7 +87,12 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[Mesh]:
     for pipeline in _divisors(ranks):
         for tensor in _divisors(ranks // pipeline):
             data = ranks // pipeline // tensor
-            stages = (0,) if data == 1 else (0, 1, 2) if pipeline > 1 else (0, 1, 2, 3)
+            if data == 1:
+                stages = range(1)
+            elif pipeline > 1:
+                stages = range(3)
+            else:
+                stages = range(4)
             yield from (Mesh(data, tensor, pipeline, stage, "none") for stage in stages)
             if data == ranks > 1 and has_dense_part:
                 yield from (Mesh(data, 1, 1, 0, scheme) for scheme in _SCHEMES)
@@ -265,7 +270,12 @@ def _sorted(moved: Sequence[Moved], machine: Machine) -> tuple[list[float], list
     in_passes, gradients, rest = list[float](), list[float](), list[float]()
     for each in moved:
         if not (each.kind == "message" and _BETWEEN_STAGES.fullmatch(each.name)):
-            where = in_passes if each.name.startswith(_IN_PASSES) else gradients if _OF_GRADIENTS.fullmatch(each.name) else rest
+            if each.name.startswith(_IN_PASSES):
+                where = in_passes
+            elif _OF_GRADIENTS.fullmatch(each.name):
+                where = gradients
+            else:
+                where = rest
             where.append(moved_s(each, machine))
     return in_passes, gradients, rest
 

@@ -73,8 +73,8 @@ _CLOSE = 1.05  # times the seconds of the best: a prediction does not tell these
 def mesh_lines(plan: MeshPlan) -> list[str]:
     nodes = math.ceil(plan.ranks / plan.machine.per_node)
     lines = [
-        f"hvdtrain plan --parallel: meshes of {plan.ranks} rank{'s' * (plan.ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, steps of "
-        f"{plan.batch:,} samples, the fastest first; nothing is trained",
+        f"hvdtrain plan --parallel: meshes of {plan.ranks} rank{'s' if plan.ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}, "
+        f"steps of {plan.batch:,} samples, the fastest first; nothing is trained",
         "",
     ]
     cells = [_HEADER, *(_cells(row) for row in plan.rows)]
@@ -339,7 +339,7 @@ def _names(units: Sequence[UnitCost]) -> str:
 def _shares(plan: PipelinePlan) -> list[str]:
     """A row for each schedule and cut, a column for each number of micro-batches."""
     numbers = sorted({bubble.micro for bubble in plan.bubbles})
-    rows = [["schedule", "cut by", *(f"m={number}{'*' * (number == plan.micro)}" for number in numbers)]]
+    rows = [["schedule", "cut by", *(f"m={number}{'*' if number == plan.micro else ''}" for number in numbers)]]
     for schedule, by in dict.fromkeys((bubble.schedule, bubble.by) for bubble in plan.bubbles):
         of = {bubble.micro: bubble for bubble in plan.bubbles if (bubble.schedule, bubble.by) == (schedule, by)}
         is_of_job = (schedule, by) == (plan.config.parallel.schedule, _label(plan.config))

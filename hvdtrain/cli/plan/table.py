@@ -56,7 +56,7 @@ def plan_lines(plan: Plan, all_names: bool, memory: MemoryPlan | None = None) ->
 
 def ranks_label(group: Sequence[Forecast]) -> str:
     """1, 8, 64 ranks"""
-    return f"{', '.join(str(one.ranks) for one in group)} rank{'s' * (group[-1].ranks > 1)}"
+    return f"{', '.join(str(one.ranks) for one in group)} rank{'s' if group[-1].ranks > 1 else ''}"
 
 
 def one_line(error: UserError) -> str:
@@ -83,7 +83,7 @@ def _fields(task: Task) -> str:
     if not isinstance(task, Classification) or not task.is_of_images:
         return task.summary
     height, width, channels = task.shape
-    return f"images of {height}x{width} pixels and {channels} channel{'s' * (channels > 1)}, {task.classes:,} classes"
+    return f"images of {height}x{width} pixels and {channels} channel{'s' if channels > 1 else ''}, {task.classes:,} classes"
 
 
 def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
@@ -208,7 +208,7 @@ def _memory(plan: Plan) -> list[str]:
     sum_label = "sum" if found.optimizer_state is not None else "sum of what is known"
     if not _may_use_buckets(plan):
         return [*lines, row(sum_label, total)]
-    strategy = "comm.reduce=bucket" + " (auto without Horovod)" * (plan.config.comm.reduce == "auto")
+    strategy = "comm.reduce=bucket" + (" (auto without Horovod)" if plan.config.comm.reduce == "auto" else "")
     return [
         *lines,
         row("reduction buffers", found.buckets, f"with {strategy}, 2 ranks or more"),
@@ -239,7 +239,7 @@ def _decay(config: Config) -> str:
 
 
 def _count(shapes: Shapes) -> str:
-    return f"{len(shapes):,} tensor{'s' * (len(shapes) != 1)}, {sum(map(math.prod, shapes.values())):,} numbers"
+    return f"{len(shapes):,} tensor{'s' if len(shapes) != 1 else ''}, {sum(map(math.prod, shapes.values())):,} numbers"
 
 
 def _from_to(first: str, last: str) -> str:

@@ -46,7 +46,11 @@ class Range(NamedTuple):
     def text(self, value: float) -> str:
         """The value as it is written on the command line: a whole number, or four digits."""
         text = f"{round(value)}" if self.is_int else f"{value:.4g}"
-        return self.low if float(text) < float(self.low) else self.high if float(text) > float(self.high) else text
+        if float(text) < float(self.low):
+            return self.low
+        if float(text) > float(self.high):
+            return self.high
+        return text
 
     def draw(self, random: Random) -> str:
         low, high = float(self.low), float(self.high)

@@ -82,7 +82,12 @@ class CsvFile:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
         header = next(iter(_split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, f"{path}:1")), [])
         header = [name.strip() for name in header]
-        wrong = "a column without a name" if "" in header else "two columns of the same name" if len(set(header)) < len(header) else ""
+        if "" in header:
+            wrong = "a column without a name"
+        elif len(set(header)) < len(header):
+            wrong = "two columns of the same name"
+        else:
+            wrong = ""
         if not header or not newline or wrong or any(re.fullmatch(r"[-+.\deE]+", name) for name in header):
             what = f"the first line has {wrong or 'no names of columns'}: {short(first.decode(errors='replace'), 60)}"
             raise UserError(

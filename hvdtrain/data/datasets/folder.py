@@ -55,7 +55,7 @@ def build(
     root = expand(root, "data.root")
     try:
         found = _find_images(root, split)
-        key = _key(found, f"{size} {channels}{' exif' * (exif == 'apply')}") if packed else ""
+        key = _key(found, f"{size} {channels}{' exif' if exif == 'apply' else ''}") if packed else ""
     except OSError as error:
         raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
     first = found.first_of_train

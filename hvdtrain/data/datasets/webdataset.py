@@ -80,7 +80,7 @@ def build(
     )
     if not packed:
         return source
-    key = hashlib.blake2b(f"{archives.key} {size} {channels}{' exif' * (exif == 'apply')}".encode(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(f"{archives.key} {size} {channels}{' exif' if exif == 'apply' else ''}".encode(), digest_size=12).hexdigest()
     return pack(source, cache / key)
 
 

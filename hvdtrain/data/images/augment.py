@@ -67,7 +67,12 @@ def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> N
 
 
 def _check_channels(augment: AugmentConfig, channels: int) -> None:
-    changes = "rand_augment" if augment.rand_augment else "color_jitter" if any(augment.color_jitter[1:]) else ""
+    if augment.rand_augment:
+        changes = "rand_augment"
+    elif any(augment.color_jitter[1:]):
+        changes = "color_jitter"
+    else:
+        changes = ""
     if changes and channels not in (1, 3):
         what = f"augment.{changes} computes the grey of images of 1 or 3 channels; these have {channels}"
         fix = f"leave augment.{changes} out; brightness alone, augment.erase and augment.cutmix take any channels"

@@ -219,7 +219,7 @@ def left_out_note(left_out: Sequence[str], folder: str) -> tuple[str, ...]:
     """A line for the user, where something is left out."""
     if not left_out:
         return ()
-    named = ", ".join(map(short, left_out[:_MOST_NAMED])) + ", ..." * (len(left_out) > _MOST_NAMED)
+    named = ", ".join(map(short, left_out[:_MOST_NAMED])) + (", ..." if len(left_out) > _MOST_NAMED else "")
     what = "1 file or folder that is" if len(left_out) == 1 else f"{len(left_out):,} files and folders that are"
     return (f"{folder}: left out {what} hidden or no image ({' '.join(SUFFIXES)}): {named}",)
 

@@ -55,7 +55,7 @@ class Units:
         members = [[i for i, unit in enumerate(self.of_parameter) if unit == number] for number in range(len(blocks) + 1)]
         self.cut = CutUnits(shapes, members, communicator.rank, communicator.size)
         share = 1 - self.cut.units[REST].cut.length / self.cut.length
-        self.summary = f" in {len(blocks)} block{'s' * (len(blocks) > 1)} with {share:.1%} of them, and the rest"
+        self.summary = f" in {len(blocks)} block{'s' if len(blocks) > 1 else ''} with {share:.1%} of them, and the rest"
         if not any(members[1:]):
             self.summary = " as one unit: the model shows no blocks"
 

@@ -57,7 +57,7 @@ class Zero:
         self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
         self._part: jax.Array | None = None  # of the sum over ranks so far
         self._own_square: Any = 0.0  # of this rank's own gradient
-        ranks = f"{communicator.size} rank{'s' * (communicator.size > 1)}"
+        ranks = f"{communicator.size} rank{'s' if communicator.size > 1 else ''}"
         what = ("", "optimizer state", "optimizer state and gradients", "weights")[self._stage]
         self.summary = f"{what} sharded over {ranks}{in_units} (ZeRO stage {self._stage})"
 

@@ -240,7 +240,7 @@ def _gradients(config: Config, found: Layout, readers: int) -> str:
         return f"weights gathered in each pass, gradients summed to their owners: {shown_bytes(whole)} each"
     if config.shard.stage or config.parallel.dense != "none":
         return f"gradients summed to their owners, new weights sent back: {shown_bytes(sent)} each"
-    return f"gradients summed over the ranks of data: {'up to ' * (config.parallel.pipeline > 1)}{shown_bytes(sent)}"
+    return f"gradients summed over the ranks of data: {'up to ' if config.parallel.pipeline > 1 else ''}{shown_bytes(sent)}"
 
 
 def _notes(config: Config) -> list[str]:

@@ -305,7 +305,11 @@ ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default  # the host waits f
 
 def answer(tensor: torch.Tensor) -> bool | float:
     """What the host is told of a tensor without numbers: false, no gradient was bad, or 1, the number of a step."""
-    return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+    if tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point():
+        return 1.0
+    return 1
 
 
 class _FakeStorages(LiveStorages):

@@ -134,7 +134,7 @@ def _value(signature: Signature, field: str) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 2" """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 HEADER = 6  # numbers: how many requests, digest, special flags, bytes inline, own flags, unused

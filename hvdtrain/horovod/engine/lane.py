@@ -303,7 +303,11 @@ class Lane:
 
     def _purpose(self, asked: Sequence[Request]) -> str:
         if not asked:
-            return "join" if self._special & JOINED else "shutdown" if self._special & LEAVING else "a round"
+            if self._special & JOINED:
+                return "join"
+            if self._special & LEAVING:
+                return "shutdown"
+            return "a round"
         more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
         return f"{asked[0].signature.where}{more}"
 

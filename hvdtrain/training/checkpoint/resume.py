@@ -77,7 +77,7 @@ def find_resume_point(
     if not train_state.comparable(beginning):  # nor do those of other samples, or views
         before, now, of = train_state.evaluates, beginning.evaluates, "samples"
         if train_state.views != beginning.views:
-            before, now, of = train_state.views, beginning.views, f"view{'s' * (beginning.views > 1)} of each sample"
+            before, now, of = train_state.views, beginning.views, f"view{'s' if beginning.views > 1 else ''} of each sample"
         counts = ", stop.patience and the count of recipe.schedule=plateau" if config.recipe.schedule == "plateau" else " and stop.patience"
         notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin anew")
         train_state = train_state.forget_evaluations()

@@ -71,10 +71,10 @@ def stop_reason(config: Config, now: TrainState) -> str:
     if evaluation_due(config, now):
         return ""
     if target_is_held(config, now):
-        return f"stop.target={target:g} held for {now.at_target} evaluation{'s' * (now.at_target > 1)}"
+        return f"stop.target={target:g} held for {now.at_target} evaluation{'s' if now.at_target > 1 else ''}"
     if patience_is_over(config, now):
         by = f" by more than {config.stop.min_delta:g}" if config.stop.min_delta else ""
-        count = f"{now.without_better} evaluation{'s' * (now.without_better > 1)}"
+        count = f"{now.without_better} evaluation{'s' if now.without_better > 1 else ''}"
         return f"stop.patience={config.stop.patience}: {count} without a better {now.objective} than {now.to_beat:.4f}{by}"
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         return f"stop.steps={config.stop.steps}"

@@ -89,7 +89,7 @@ def describe_minority(values: Sequence[Hashable], hosts: Sequence[str], among: S
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks[:MOST_RANKS])
     if len(ranks) > MOST_RANKS:
         named += f" and {len(ranks) - MOST_RANKS} more"
-    where = f"rank{'s' * (len(ranks) > 1)} {named}, against {count} equal rank{'s' * (count > 1)}"
+    where = f"rank{'s' if len(ranks) > 1 else ''} {named}, against {count} equal rank{'s' if count > 1 else ''}"
     if 2 * count <= len(among):
         where += "; there is no majority, so which of them is wrong is not known"
     return Minority(usual, majority, values[ranks[0]], ranks, where)

@@ -172,7 +172,7 @@ def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
     if len(reasons) == len(claims) and all(other == reason for _, other in reasons):
         return reason
     more = len(different) - 1
-    return f"{host}: {reason}" + (f" (and {more} more host{'s' * (more > 1)})" if more else "")
+    return f"{host}: {reason}" + (f" (and {more} more host{'s' if more > 1 else ''})" if more else "")
 
 
 def package_counters(powercap: Path) -> list[Counter]:

@@ -152,5 +152,5 @@ def about(seconds: float) -> str:
     """4 days, 3 h, 25 min, 90 s"""
     for unit, unit_s, least in _UNITS:
         if seconds >= least * unit_s:
-            return f"{seconds / unit_s:,.0f} {unit}{'s' * (unit == 'day')}"
+            return f"{seconds / unit_s:,.0f} {unit}{'s' if unit == 'day' else ''}"
     return f"{seconds:.0f} s"

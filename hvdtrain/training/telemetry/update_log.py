@@ -221,4 +221,4 @@ def mean(counts: Counter[int]) -> float:
 def _bars(counts: Counter[int]) -> str:
     """0 in 12 %, 1 in 80 %, 2 in 8 %"""
     shown = [f"{age} in {counts[age] / counts.total():.0%}" for age in sorted(counts)[:_MOST_BARS]]
-    return ", ".join(shown) + ", ..." * (len(counts) > _MOST_BARS)
+    return ", ".join(shown) + (", ..." if len(counts) > _MOST_BARS else "")

@@ -80,7 +80,12 @@ def _checked(key: str, value: Any, left_out: list[str], level: int = 0) -> Any:
 
 
 def _refuse_number(key: str, value: int) -> None:
-    most = _MOST_LAYERS if _IS_LAYERS.search(key) else _MOST_COUNT if _IS_COUNT.search(key) else _MOST_NUMBER
+    if _IS_LAYERS.search(key):
+        most = _MOST_LAYERS
+    elif _IS_COUNT.search(key):
+        most = _MOST_COUNT
+    else:
+        most = _MOST_NUMBER
     if abs(value) > most:
         raise ValueError(f"{short(key)}={short(str(value))} is more than {most}")
     if value < 0 and _IS_SIZE.search(key):

@@ -164,7 +164,7 @@ class Buckets(Strategy):
         self.local_mean = op == "adasum"
         self._communicator = communicator
         overlapped = "overlapped " if "asynchronous" in communicator.features else ""
-        self.summary = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' * (len(self._buckets) > 1)}"
+        self.summary = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' if len(self._buckets) > 1 else ''}"
         if op == "adasum":
             self.summary = "gradients by Adasum, each tensor by itself"
         if compressed:

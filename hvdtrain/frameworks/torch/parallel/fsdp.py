@@ -223,7 +223,12 @@ class _Unit:
         self._order.ask(f"reduction of the gradients of {self._name}")
 
     def _pass(self) -> str:
-        what = "forward pass" if not in_backward() else "recomputation" if self._in_forward else "backward pass"
+        if not in_backward():
+            what = "forward pass"
+        elif self._in_forward:
+            what = "recomputation"
+        else:
+            what = "backward pass"
         return f"{what} of {self._name}"
 
     def _begin(self, module: torch.nn.Module, inputs: Any) -> None:

@@ -52,7 +52,7 @@ class Zero(Strategy):
         ]
         self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
         self._shards = self._find_shards()
-        self.summary = f"optimizer state{' and gradients' * (stage == 2)} sharded over {shard_summary(mesh)} (ZeRO stage {stage})"
+        self.summary = f"optimizer state{' and gradients' if stage == 2 else ''} sharded over {shard_summary(mesh)} (ZeRO stage {stage})"
 
     @property
     def equal_ranks(self) -> int:
@@ -267,7 +267,7 @@ def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:
 
 def shard_summary(mesh: Mesh) -> str:
     """ "4 ranks", or "4 ranks of each of 2 hosts" """
-    return f"{mesh.shard.size} rank{'s' * (mesh.shard.size > 1)}" + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)
+    return f"{mesh.shard.size} rank{'s' if mesh.shard.size > 1 else ''}" + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)
 
 
 def of_shards(

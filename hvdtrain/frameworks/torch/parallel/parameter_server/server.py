@@ -215,4 +215,4 @@ def summary_of(config: ServersConfig, ranks: int) -> str:
     """gradients of 3 workers to 1 server"""
     workers, count = ranks - config.count, config.count
     corrected = "" if config.correct == "none" else f", corrected by {config.correct.replace('_', ' ')}"
-    return f"gradients of {workers} worker{'s' * (workers > 1)} to {count} server{'s' * (count > 1)}{corrected}"
+    return f"gradients of {workers} worker{'s' if workers > 1 else ''} to {count} server{'s' if count > 1 else ''}{corrected}"

@@ -186,7 +186,12 @@ class _Queues:
         action = self._next(done, now)
         if action is None:
             return None
-        queue = self._weights if action.kind == "weight gradient" else self._forward if action.kind == "forward" else self._backward
+        if action.kind == "weight gradient":
+            queue = self._weights
+        elif action.kind == "forward":
+            queue = self._forward
+        else:
+            queue = self._backward
         queue.remove(action)
         if action.kind == "forward":
             self._held += 1

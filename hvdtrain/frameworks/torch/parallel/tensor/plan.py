@@ -213,11 +213,16 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
         _check_own_positions(name, layer, where)
         return
     if type(layer) is not nn.Linear and not (type(layer) is nn.Embedding and way.kind == "vocabulary"):
-        what = f"{name} is a {type(layer).__name__}: {way.kind} cuts nn.Linear{' and nn.Embedding' * (way.kind == 'vocabulary')}"
+        what = f"{name} is a {type(layer).__name__}: {way.kind} cuts nn.Linear{' and nn.Embedding' if way.kind == 'vocabulary' else ''}"
         raise UserError(what, f"{where}, tensor_plan()", "name layers of that class, and no subclass")
     if isinstance(layer, nn.Embedding):
         _check_embedding(name, layer, way.kind, where)
-    length = layer.num_embeddings if isinstance(layer, nn.Embedding) else layer.in_features if way.kind == "rows" else layer.out_features
+    if isinstance(layer, nn.Embedding):
+        length = layer.num_embeddings
+    elif way.kind == "rows":
+        length = layer.in_features
+    else:
+        length = layer.out_features
     count, rest = divmod(length, way.groups * way.unit)
     units = "features" if way.unit == 1 else f"units of {way.unit} features"
     each = f"in each of {way.groups} groups " if way.groups > 1 else ""
@@ -279,4 +284,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
 
 def _some(layers: Mapping[str, nn.Module]) -> str:
     linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear | nn.Embedding)]
-    return f"its layers are {', '.join(linear[:6])}{', ...' * (len(linear) > 6)}" if linear else "it has no linear layer and no embedding"
+    return (
+        f"its layers are {', '.join(linear[:6])}{', ...' if len(linear) > 6 else ''}"
+        if linear
+        else "it has no linear layer and no embedding"
+    )
