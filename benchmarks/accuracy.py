@@ -32,7 +32,8 @@ def textbook_seconds(options: argparse.Namespace, device: torch.device) -> dict[
     change = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
     val = torch.utils.data.DataLoader(vision.datasets.FashionMNIST(str(options.root), train=False, transform=change), 500)
     began = time.perf_counter()
-    accuracy, epoch = -1.0, 0
+    accuracy = -1.0
+    epoch = 0
     while epoch < options.epochs and accuracy < options.target:
         epoch += 1
         loop.block(len(loop.loader))

@@ -78,7 +78,8 @@ class Counting:
     """A communicator that counts the bytes of messages and of allreduces of gradients."""
 
     def __init__(self, communicator: Any) -> None:
-        self._communicator, self.nbytes = communicator, 0
+        self._communicator = communicator
+        self.nbytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
@@ -142,9 +143,11 @@ def rate(words: str, communicator: Any, steps: int) -> dict[str, Any]:
     trial = Trial(f"{words} {LONG_EPOCHS} log.every_steps={steps} stop.steps={2 * steps}", counting)
     trial.window()  # the first steps of a process are slow
     trial.ages.clear()
-    before, began = counting.nbytes, time.perf_counter()
+    before = counting.nbytes
+    began = time.perf_counter()
     trial.window()
-    seconds, sent = time.perf_counter() - began, sum(communicator.allgather_object(counting.nbytes - before))
+    seconds = time.perf_counter() - began
+    sent = sum(communicator.allgather_object(counting.nbytes - before))
     ages = trial.ages
     mean = sum(age * n for age, n in ages.items()) / max(1, ages.total())
     weights = 4 * sum(piece.stop - piece.start for piece in trial.job.learner.pieces() if piece.name.startswith("p."))
@@ -169,7 +172,8 @@ def ranks_of(words: str, workers: int) -> int:
 def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, Any]]:
     from asynchronous import PACE  # of the module that the configuration names, not of this program
 
-    workers, rows = world.size - 1, []
+    workers = world.size - 1
+    rows = []
     slow = options.slow if options.slow else 1.0
     for part in options.part:
         if part == "servers":

@@ -49,12 +49,14 @@ def images(count: int, size: int) -> np.ndarray:
 
 def of_hvdtrain(config: AugmentConfig, x: np.ndarray) -> Callable[[int], float]:
     """Seconds of so many batches. The partner of a mixture is augmented, too."""
-    n, shape = len(x), x.shape[1:]
+    n = len(x)
+    shape = x.shape[1:]
 
     def block(steps: int) -> float:
         began = time.perf_counter()
         for step in range(steps):
-            samples, epochs = np.arange(n), np.full(n, step)
+            samples = np.arange(n)
+            epochs = np.full(n, step)
             drawn = augment.draw(config, 1, epochs, samples, shape)
             batch: dict[str, Any] = {"x": x, "augmentation": drawn}
             partners = augment.partners_of(config, 1, epochs, samples, n)
@@ -91,7 +93,8 @@ def main() -> None:
     from torchvision.transforms import v2
 
     torch.set_num_threads(1)
-    steps, x = 2, images(options.batch, options.size)
+    steps = 2
+    x = images(options.batch, options.size)
     few = [torch.from_numpy(each).permute(2, 0, 1) for each in x[: options.batch // 4]]
     kinds = {"PIL": [Image.fromarray(each) for each in x[: options.batch // 4]], "tensors": few}
     theirs = {

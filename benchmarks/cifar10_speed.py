@@ -100,7 +100,8 @@ def measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(options: argparse.Namespace) -> list[Job]:
-    seeds, parts = [int(seed) for seed in options.seeds.split(",")], options.parts.split(",")
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    parts = options.parts.split(",")
     words, short, few = (list[str](), list[str](), seeds) if options.gpu else (WORDS, SHORT, seeds[:1])
     jobs = [("record", "all", seed, words) for seed in seeds if "record" in parts]
     jobs += [("by-hand", "plain torch", seed, []) for seed in seeds if "by-hand" in parts]
@@ -113,7 +114,8 @@ def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace)
     """Trains on ranks, then evaluates all images. Exits where a job fails."""
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
     with tempfile.TemporaryDirectory() as folder:
-        job, config = Path(folder) / "run", yaml.safe_load(CONFIG.read_text())
+        job = Path(folder) / "run"
+        config = yaml.safe_load(CONFIG.read_text())
         if name.startswith("Muon"):
             config["optim"] = SGD
         Path(folder, "config.yaml").write_text(yaml.safe_dump(config))
@@ -176,7 +178,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     }
     whole = statistics.mean(found.get(("left-out", "nothing"), [float("nan")]))
     for (part, name), values in found.items():
-        mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
+        mean = statistics.mean(values)
+        spread = statistics.stdev(values) if len(values) > 1 else float("nan")
         lines.append(f"{words[part]} {name}: {mean:.2f} % (sd {spread:.2f}, n={len(values)}; {mean - whole:+.2f} points)")
     return "\n".join(lines)
 

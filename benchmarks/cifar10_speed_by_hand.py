@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.datasets import ImageFolder
 
-BATCH, SMOOTHING = 2000, 0.2
+BATCH = 2000
+SMOOTHING = 0.2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -56,7 +57,9 @@ def norm(width: int) -> nn.BatchNorm2d:
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     x = matrix.bfloat16() / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -109,7 +112,8 @@ def train(seed: int, epochs: int, x: torch.Tensor, y: torch.Tensor, x_val: torch
     mirrored = torch.where((torch.rand(len(x), device=DEVICE) < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
     padded = F.pad(mirrored, (2,) * 4, "reflect").contiguous(memory_format=torch.channels_last)
     cast = torch.autocast(DEVICE.type, torch.bfloat16, enabled=not fp32)
-    steps, step = epochs * (len(x) // BATCH), 0
+    steps = epochs * (len(x) // BATCH)
+    step = 0
     net.train()
     for epoch in range(epochs):
         images = augmented(padded, epoch)

@@ -89,7 +89,9 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(1)
     communicator: Communicator = plugins.load("comm", options.engine, "").connect(placement(os.environ), CommConfig(engine=options.engine))
-    models, counting, seconds = {}, {}, {way: list[float]() for way in WAYS}
+    models = {}
+    counting = {}
+    seconds = {way: list[float]() for way in WAYS}
     for way in WAYS:
         torch.manual_seed(0)
         counter: Any = CountingCommunicator(communicator)
@@ -119,7 +121,8 @@ def step(model: torch.nn.Module, x: torch.Tensor, communicator: Communicator) ->
     weight, bias = model.parameters()
     assert weight.grad is not None and bias.grad is not None
     if isinstance(model, OneLayer):
-        weight.grad, bias.grad = communicator.allreduce(weight.grad, "weight"), communicator.allreduce(bias.grad, "bias")
+        weight.grad = communicator.allreduce(weight.grad, "weight")
+        bias.grad = communicator.allreduce(bias.grad, "bias")
     return weight.grad
 
 

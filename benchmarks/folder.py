@@ -41,7 +41,9 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import read_in_epochs
 
-BATCH, SHARDS, ARCHIVES = 128, 8, 10
+BATCH = 128
+SHARDS = 8
+ARCHIVES = 10
 BASE = "torchvision, 2 workers"
 
 
@@ -102,7 +104,8 @@ def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path
 def vision_transforms(vision: Any, size: int | None, crop: float | None) -> list[Any]:
     """The same of PIL's images, and of tensors by transforms.v2."""
     import_module("torchvision.transforms.v2")
-    pil, tensors = vision.transforms, vision.transforms.v2
+    pil = vision.transforms
+    tensors = vision.transforms.v2
     if crop is not None:
         resizing = [[kind.RandomResizedCrop(size, (crop, 1.0))] for kind in (pil, tensors)]
     else:
@@ -112,7 +115,8 @@ def vision_transforms(vision: Any, size: int | None, crop: float | None) -> list
 
 def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Callable[[int], int]]:
     """name -> function of the round's number that reads all images once and returns how many there were."""
-    images, archives = home / "folder", home / "tar"
+    images = home / "folder"
+    archives = home / "tar"
     with contextlib.redirect_stderr(io.StringIO()):
         packed, decoded = (
             folder.build("folder", images, "train", cache=home / "packed", size=size, packed=packed) for packed in (True, False)
@@ -127,8 +131,10 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
         vision.datasets.ImageFolder(images / "train", transform=transform) for transform in vision_transforms(vision, size, crop)
     )
     if crop is not None:
-        decoded, tars = decoded.cropped(crop), tars.cropped(crop)
-    by_workers, tars_by_workers = decoded.read_by(2), tars.read_by(2)
+        decoded = decoded.cropped(crop)
+        tars = tars.cropped(crop)
+    by_workers = decoded.read_by(2)
+    tars_by_workers = tars.read_by(2)
     loaders = [
         torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
         for data, workers in ((by_pil, 0), (by_tensors, 2), (by_pil, 2))

@@ -53,7 +53,8 @@ class Paced(torch.nn.Module):
 
     def __init__(self, shape: tuple[int, ...], classes: int, sample_s: float = 0.0) -> None:
         super().__init__()
-        self.linear, self.sample_s = torch.nn.Linear(math.prod(shape), classes), sample_s
+        self.linear = torch.nn.Linear(math.prod(shape), classes)
+        self.sample_s = sample_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -63,7 +64,8 @@ class Paced(torch.nn.Module):
 
 def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words: list[str]) -> dict[str, Any]:
     """A row of the table."""
-    random, load = Random(seed), os.getloadavg()[0]
+    random = Random(seed)
+    load = os.getloadavg()[0]
     (run.parent / "hosts").write_text(f"localhost slots={options.ranks}\n")
     launch = ["launch", "--elastic", "--every", f"{EVERY_S:g}", "--max", str(options.ranks), "--hostfile", str(run.parent / "hosts")]
     job_words = [f"run={run}", *WORDS.split(), *MODEL.split(), f"checkpoint.every_steps={CHECKPOINT_STEPS}", f"guard.lost={lost}", *words]
@@ -74,13 +76,15 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
         for _ in range(options.faults):
             time.sleep(random.expovariate(1 / options.mtbf))
             wait_for(job, lambda: is_training(run) and job.pids(), 120)  # guard.lost=shrink: it may be starting on all ranks
-            pids, killed_s = job.pids(), time.time()
+            pids = job.pids()
+            killed_s = time.time()
             killed.append(killed_s)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[random.choice(sorted(pids))], signal.SIGKILL)
             wait_for(job, lambda at_s=killed_s: harm_of(events(run), told(run), at_s), 120)
         wait_for(job, lambda: trains() and told(run)[-1]["time"] > killed[-1] + 0.5 and events(run)[-1]["kind"] == "step", 120)
-        happened, decisions = events(run), told(run)
+        happened = events(run)
+        decisions = told(run)
         os.kill(supervisor(job), signal.SIGTERM)
         job.wait()
     row = {"lost": lost, "seed": seed, "ranks": options.ranks}
@@ -125,7 +129,8 @@ def predict(row: dict[str, Any], others: list[dict[str, Any]], mtbf_s: float) ->
     """Of the job of this row by the times of other jobs: the long-run value, and what 90 % of jobs of so many faults have."""
     mean = {key: statistics.mean(other[key] for other in others) for key in ("step_s", "checkpoint_s", "detect_s", "down_s", "restart_s")}
     fewer = [other["fewer_ranks_step_s"] for other in others if not math.isnan(other["fewer_ranks_step_s"])]
-    ranks, faults = row["ranks"], row["faults"]
+    ranks = row["ranks"]
+    faults = row["faults"]
     every_s = CHECKPOINT_STEPS * mean["step_s"]
     times = FaultTimes(
         rank_mtbf_hours=ranks * mtbf_s / 3600,
@@ -169,11 +174,14 @@ def following(lines: list[Event], first: str, second: str) -> list[tuple[Event, 
 
 def seconds_per_step(happened: list[Event], ranks: int, all_there: bool) -> float:
     """Mean over the intervals between two sync points in which nothing else happened; nan: there are none."""
-    here, seconds, steps = ranks, 0.0, 0
+    here = ranks
+    seconds = 0.0
+    steps = 0
     for one, two in itertools.pairwise(happened):
         here = one["ranks"] if one["kind"] == "start" else one["left"] if one["kind"] == "lost" else here
         if one["kind"] == two["kind"] == "step" and (here == ranks) == all_there:
-            seconds, steps = seconds + two["time"] - one["time"], steps + two["step"] - one["step"]
+            seconds = seconds + two["time"] - one["time"]
+            steps = steps + two["step"] - one["step"]
     return seconds / steps if steps else float("nan")
 
 

@@ -33,7 +33,10 @@ from hvdtrain.frameworks.torch.forward import continue_sequences
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.training.health.signals import Signals
 
-LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+LR = 1e-3
+BETAS = (0.9, 0.95)
+DECAY = 0.1
+CLIP = 1.0
 JOB = [
     *("data.name=image_tokens", "data.source=digits", "task.name=language", "model.name=gpt", "batch.size=64", "optim.name=adamw"),
     *(f"optim.base_lr={LR}", "optim.beta2=0.95", f"optim.weight_decay={DECAY}", f"optim.clip_norm={CLIP}"),
@@ -47,9 +50,12 @@ class ByHand:
         learner: Any = trainer.job.learner
         source: Any = trainer.datasets.train
         config = trainer.job.config
-        self.device, self.batch, self.half = learner.device, config.batch.size, learner.forward.precision.layers
+        self.device = learner.device
+        self.batch = config.batch.size
+        self.half = learner.forward.precision.layers
         self.tokens = torch.from_numpy(source.read(np.arange(len(source)))["tokens"]).to(self.device)
-        sizes, options = trainer.datasets.task.sizes, dict(config.model.options)
+        sizes = trainer.datasets.task.sizes
+        options = dict(config.model.options)
         self.model = gpt.build("gpt", sizes["context"], sizes["vocabulary"], **options).to(self.device)
         self.model.load_state_dict(learner.model.state_dict())
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
@@ -79,7 +85,8 @@ class ByHand:
 
 
 def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
-    learner, rows = trainer.job.learner, np.arange(16)
+    learner = trainer.job.learner
+    rows = np.arange(16)
     sums = learner.evaluate(learner.to_device(trainer.datasets.train.read(rows)))
     hand.model.eval()
     with torch.no_grad():

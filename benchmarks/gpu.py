@@ -74,13 +74,16 @@ def this_device() -> Device:
 
 def end_of(part: Part) -> tuple[str, str, str, str]:
     """Runs the part: its name, "ok" or "FAILED", its seconds, and what it found; also as its last row."""
-    began_s, result = time.monotonic(), "ok"
+    began_s = time.monotonic()
+    result = "ok"
     try:
         found = PARTS[part.name](part)
     except Failed as error:
-        result, found = "FAILED", str(error)
+        result = "FAILED"
+        found = str(error)
     except Exception:  # whatever it is, the other parts run
-        result, found = "FAILED", traceback.format_exc()
+        result = "FAILED"
+        found = traceback.format_exc()
     shutil.rmtree(part.folder)
     seconds = time.monotonic() - began_s
     part.row(ended=result, seconds=round(seconds, 1), found=found)

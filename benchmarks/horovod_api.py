@@ -82,7 +82,8 @@ def steps_s(hvd: Any, name: str, steps: int) -> list[float]:
 
 def small_us(hvd: Any, length: int) -> float:
     """Microseconds of one allreduce that is waited for."""
-    x, turns = torch.ones(length), 500 if length < 100_000 else 30
+    x = torch.ones(length)
+    turns = 500 if length < 100_000 else 30
     for _ in range(20):
         hvd.allreduce(x, op=hvd.Sum, name="x")
     start = time.perf_counter()

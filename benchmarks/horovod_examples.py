@@ -65,7 +65,8 @@ EXAMPLES = {
 
 def make_digits(folder: Path) -> None:
     """1,024 and 256 images of 28 x 28 in MNIST's files: a prototype of each class, and noise."""
-    raw, rng = folder / "MNIST" / "raw", np.random.default_rng(0)
+    raw = folder / "MNIST" / "raw"
+    rng = np.random.default_rng(0)
     raw.mkdir(parents=True)
     prototypes = rng.integers(0, 200, (10, 28, 28))
     for part, count in (("train", 1024), ("t10k", 256)):
@@ -91,7 +92,9 @@ def make_pictures(folder: Path) -> None:
 
 def on_rank(names: Sequence[str]) -> None:
     """Runs examples one after another in this folder, and writes their losses."""
-    rank, losses, found = os.environ["OMPI_COMM_WORLD_RANK"], list[float](), dict[str, list[float]]()
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    losses = list[float]()
+    found = dict[str, list[float]]()
 
     def noted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,8 +104,11 @@ def on_rank(names: Sequence[str]) -> None:
 
         return call
 
-    functional, threads, home = torch.nn.functional, torch.get_num_threads(), Path.cwd()
-    functional.nll_loss, functional.cross_entropy = noted(functional.nll_loss), noted(functional.cross_entropy)
+    functional = torch.nn.functional
+    threads = torch.get_num_threads()
+    home = Path.cwd()
+    functional.nll_loss = noted(functional.nll_loss)
+    functional.cross_entropy = noted(functional.cross_entropy)
     for name in names:
         (home / name).mkdir(exist_ok=True)
         os.chdir(home / name)
@@ -143,7 +149,8 @@ def rows_of(name: str, source: str, found: dict[str, list[dict[str, list[float]]
     """found: of each engine, Horovod's own first."""
     example = EXAMPLES[name]
     losses = {label: np.array([of_rank[name] for of_rank in ranks]) for label, ranks in found.items()}  # (ranks, losses)
-    expected, rows = losses[HOROVOD], []
+    expected = losses[HOROVOD]
+    rows = []
     for label, own in losses.items():
         row: dict[str, Any] = {"example": name, "script": example.script, "sha256": hashlib.sha256(source.encode()).hexdigest()}
         row |= {
@@ -164,7 +171,8 @@ def rows_of(name: str, source: str, found: dict[str, list[dict[str, list[float]]
 
 def line_of(row: dict[str, Any]) -> str:
     text = f"{row['example']:16} {row['ranks']} {row['engine']:14} {row['first']:.6f} {row['last']:.6f}"
-    largest, median = row["largest_difference"], row["median_difference"]
+    largest = row["largest_difference"]
+    median = row["median_difference"]
     return f"{text} {row['equal']:4} of {row['losses']:3} equal, largest relative difference {largest:.1e}, median {median:.1e}"
 
 
@@ -176,7 +184,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--engines", default=",".join(ENGINES), help="beside Horovod")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    names, sources = options.only or list(EXAMPLES), {}
+    names = options.only or list(EXAMPLES)
+    sources = {}
     for script in {EXAMPLES[name].script for name in names}:
         path = next(options.folder.rglob(script), None)
         if path is None:

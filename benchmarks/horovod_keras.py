@@ -18,7 +18,8 @@ import numpy as np
 
 import hvdtrain.horovod.keras as hvd
 
-STEPS, BATCH = 20, 32
+STEPS = 20
+BATCH = 32
 WIDTHS = {"small": (32, 64, 64), "large": (512, 1024, 1024)}  # of an MLP's inputs and layers
 
 

@@ -66,7 +66,9 @@ class Benchmark:
     """Jobs of so many ranks, each of which is written to `sink` as a line of JSON."""
 
     def __init__(self, ranks: int, words: list[str], sink: Path | None) -> None:
-        self._ranks, self._words, self._sink = ranks, words, sink
+        self._ranks = ranks
+        self._words = words
+        self._sink = sink
 
     def job(self, way: str, layers: int, limit_mib: int) -> Outcome:
         """Raises SystemExit where the job ends with another code than 0 and 83."""

@@ -59,7 +59,8 @@ class Kill(NamedTuple):
 
 def choose(ranks: int, chance: random.Random) -> list[Kill]:
     """Kills of all ranks but one, in a random order."""
-    left, found = chance.sample(range(ranks), ranks - 1), list[Kill]()
+    left = chance.sample(range(ranks), ranks - 1)
+    found = list[Kill]()
     while left:
         rank = left.pop()
         kinds = [
@@ -149,11 +150,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[4])
     parser.add_argument("--out")
     chosen, overrides = parser.parse_known_args()
-    chance, rows, words = random.Random(chosen.seed), list[dict[str, Any]](), " ".join(overrides)
+    chance = random.Random(chosen.seed)
+    rows = list[dict[str, Any]]()
+    words = " ".join(overrides)
     with tempfile.TemporaryDirectory() as folder:
         rule = " ".join(word for word in overrides if word.startswith("optim."))
         last = undisturbed(chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}")
-        number, broken = 0, list[str]()
+        number = 0
+        broken = list[str]()
         while sum(len(row["ranks"]) for row in rows) < chosen.kills:
             number += 1
             found, codes = one_job(chosen, words, Path(folder) / f"job-{number}", chance, last)
@@ -165,7 +169,8 @@ def main() -> None:
         each = [1e3 * row[name] for row in rows]
         quartiles = " ".join(f"{quartile:7.1f}" for quartile in statistics.quantiles(each, n=4))
         print(f"{name[:-2]:12}{len(each):5}{quartiles:>24}{max(each):9.1f}")
-    kills, off = sum(len(row["ranks"]) for row in rows), max(row["off"] for row in rows if row["off"] < math.inf)
+    kills = sum(len(row["ranks"]) for row in rows)
+    off = max(row["off"] for row in rows if row["off"] < math.inf)
     most = max((row["steps_lost"] for row in rows if row["restored_from"] == "memory"), default=0)
     print(f"{kills} ranks lost in {number} jobs, at most {most} steps repeated, at most {off:.1e} from one process")
     print(", ".join(f"{kind} {n}" for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())))

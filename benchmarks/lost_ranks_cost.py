@@ -104,9 +104,11 @@ def job(way: str, ranks: int, folder: Path, overrides: list[str]) -> Iterator[En
 
 def be_rank(path: str, overrides: list[str]) -> None:
     """A rank of a job: trains a block of as many steps as a line says, until one says 0."""
-    config, place = configure(None, overrides), placement(os.environ)
+    config = configure(None, overrides)
+    place = placement(os.environ)
     communicator, _ = connect(config, place)
-    asked, answers = pipe(Path(f"{path}-{communicator.rank}"), "r"), pipe(Path(f"{path}-answers"), "w")
+    asked = pipe(Path(f"{path}-{communicator.rank}"), "r")
+    answers = pipe(Path(f"{path}-answers"), "w")
     overrides = [word for word in overrides if not word.startswith("comm.engine=")]
     with Signals(communicator.rank) as signals:
         trainer = Trainer(overrides, communicator, signals)

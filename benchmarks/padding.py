@@ -24,7 +24,10 @@ import torch
 import hvdtrain
 from hvdtrain.data.source import NamedArrays
 
-VOCABULARY, LONGEST, SAMPLES, MICRO = 256, 256, 256, 16
+VOCABULARY = 256
+LONGEST = 256
+SAMPLES = 256
+MICRO = 16
 JOB = ["task.name=language", "model.name=gpt", "model.layers=2", "model.heads=4", "model.width=64", "optim.name=sgd", "optim.base_lr=0.1"]
 JOB += ["batch.size=128", f"batch.micro={MICRO}", "epochs=2", "speed.precision=fp64", "log.display=lines"]
 
@@ -46,9 +49,11 @@ def job(way: str, run: Path) -> tuple[float, float]:
     """Seconds of the second epoch's steps, and the validation loss."""
     sets: list[Any] = [sentences(SAMPLES, 0), sentences(64, 1)]
     if way == "longest of the data":
-        sets, words = [whole(one) for one in sets], [f"task.ignore={VOCABULARY}"]
+        sets = [whole(one) for one in sets]
+        words = [f"task.ignore={VOCABULARY}"]
     else:
-        sets, words = [{"tokens": one} for one in sets], [f"data.pad={{tokens: {VOCABULARY}}}"]
+        sets = [{"tokens": one} for one in sets]
+        words = [f"data.pad={{tokens: {VOCABULARY}}}"]
     words += ["data.bucket_by=length"] if way == "longest of each pass, by length" else []
     found = hvdtrain.train({"run": f"{run}"}, *JOB, *words, train_data=sets[0], val_data=sets[1])
     epochs = hvdtrain.read(found).query("kind == 'epoch'")

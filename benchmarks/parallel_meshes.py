@@ -26,7 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-RANKS, PER_HOST = 4, 2
+RANKS = 4
+PER_HOST = 2
 MODEL = ["model.name=gpt", "model.layers=4", "model.heads=4", "model.width=128", "task.name=language"]
 DATA = ["data.name=image_tokens", "data.source=digits", "data.colours=16"]
 JOB = [*MODEL, *DATA, "batch.size=32", "optim.name=adamw", "optim.clip_norm=1", "recipe.warmup=0", "comm.engine=mpi"]
@@ -179,10 +180,12 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
 
     learner: Any = build_learner(config, task, OneRank(communicator))
     share = config.batch.size // communicator.size
-    micro, hyper = [learner.forward.inputs.zeros(share)], Hyper(1e-4, 0.9, 0.0, share)
+    micro = [learner.forward.inputs.zeros(share)]
+    hyper = Hyper(1e-4, 0.9, 0.0, share)
     flops = step_flops(learner, micro, hyper)
     learner.step(micro, hyper, 0)
-    stopwatch, steps = synchronizing_stopwatch(learner.device), 7
+    stopwatch = synchronizing_stopwatch(learner.device)
+    steps = 7
     communicator.allreduce(torch.zeros(1), "begin")
     with learner.stopwatch.replaced_by(stopwatch):
         for step in range(steps):

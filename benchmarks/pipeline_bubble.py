@@ -40,7 +40,8 @@ SCHEDULES: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("gpipe", 1), ("zero
 SLEEP_S = 0.005  # of a rank's forward pass, and of each of the two gradients
 REPEATS = 3  # of a stage's passes, for its speed in a round
 CPU = torch.device("cpu")
-CONTEXT, VOCABULARY = 64, 16
+CONTEXT = 64
+VOCABULARY = 16
 
 
 class Slow(torch.autograd.Function):
@@ -63,7 +64,8 @@ class Sleeping(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.weight, self.seconds = nn.Parameter(torch.ones(1)), seconds
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         of_weights = self.seconds if x.requires_grad else 2 * self.seconds
@@ -89,7 +91,8 @@ class Workload:
     """The stages of one kind, and what goes into them."""
 
     def __init__(self, options: argparse.Namespace, ranks: Communicator) -> None:
-        self._ranks, self._is_gpt = ranks, options.stages == "computing"
+        self._ranks = ranks
+        self._is_gpt = options.stages == "computing"
         self._tokens = torch.randint(VOCABULARY, (options.samples, CONTEXT), generator=torch.Generator().manual_seed(0))
         self._activations = torch.randn(options.samples, CONTEXT, options.width, generator=torch.Generator().manual_seed(0))
         self._sizes = {"layers": options.layers, "heads": 4, "width": options.width}
@@ -161,7 +164,8 @@ def shared_bubble(case: Case, ranks: int, speeds: Speeds) -> float:
         seconds = speeds.alone if len(running) == 1 else speeds.together
         whole = {rank: cost(orders[rank][-1], seconds[orders[rank][-1].stage]) for rank in running}
         interval = min(left[rank] * whole[rank] for rank in running)
-        total, busy = total + interval, busy + interval * len(running)
+        total = total + interval
+        busy = busy + interval * len(running)
         for rank in running:
             left[rank] -= interval / whole[rank]
             if left[rank] < 1e-9:

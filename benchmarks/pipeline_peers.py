@@ -35,7 +35,8 @@ from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of, units_of
 
 THEIRS: dict[Any, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-CPU, LR = torch.device("cpu"), 0.05
+CPU = torch.device("cpu")
+LR = 0.05
 OneStep = Callable[[torch.Tensor], float]  # tokens (n, CONTEXT + 1) -> the mean loss, on the last rank
 
 
@@ -49,7 +50,8 @@ def ours(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneSte
     optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
 
     def one_step(tokens: torch.Tensor) -> float:
-        parts, losses = tokens.chunk(micro), list[torch.Tensor]()
+        parts = tokens.chunk(micro)
+        losses = list[torch.Tensor]()
 
         def loss(number: int, outputs: torch.Tensor) -> torch.Tensor:
             losses.append(loss_of(outputs, parts[number][:, 1:]) / micro)
@@ -95,7 +97,8 @@ def main() -> None:
     assert len(units_of(model, "units")) == options.layers + 2
     times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     generator = torch.Generator().manual_seed(0)
-    keys, largest = list(steps), 0.0
+    keys = list(steps)
+    largest = 0.0
     for number in range(options.rounds + 1):
         tokens = torch.randint(VOCABULARY, (options.micro * options.samples, CONTEXT + 1), generator=generator)
         losses = []
@@ -119,7 +122,8 @@ def report(times: dict[tuple[str, str], list[float]], largest: float, options: a
     print(f"{options.micro} micro-batches, {options.rounds} rounds, {where}, losses within {largest:.1g}")
     print("| schedule | hvdtrain, ms a step | torch.distributed.pipelining | ratio |\n|---|---|---|---|")
     for schedule in THEIRS:
-        own, other = times[schedule, "hvdtrain"], times[schedule, "torch"]
+        own = times[schedule, "hvdtrain"]
+        other = times[schedule, "torch"]
         ratio = spread([a / b for a, b in zip(own, other, strict=True)], 3)
         of_both = [spread([1e3 * each for each in found], 1) for found in (own, other)]
         print(f"| `{schedule}` | " + " | ".join(f"{median} ({low} to {high})" for median, (low, high) in (*of_both, ratio)) + " |")

@@ -48,7 +48,8 @@ def kill_ranks(run: Path, ranks: int, times: int, lost: str) -> list[float]:
     with Job(0, command(run, ["--hostfile", str(run.parent / "hosts")], lost), timeout_s=600) as job:
         for turn in range(times):
             wait_for(job, lambda: trains_on(run, ranks) and len(job.pids()) == ranks, 120)
-            before, began_s = len(events(run)), time.time()
+            before = len(events(run))
+            began_s = time.time()
             os.kill(job.pids()[turn % ranks], signal.SIGKILL)
             wait_for(job, lambda n=before: goes_on_s(run, n, lost), 120)
             found.append(goes_on_s(run, before, lost) - began_s)
@@ -68,7 +69,8 @@ def cut_hosts(folder: Path, times: int, lost: str) -> list[float]:
             with hosts.start("n1", argv, timeout_s=120) as job:
                 wait_for(job, lambda run=run: trains_on(run, 3))
                 hosts.cut("n2")
-                before, began_s = len(events(run)), time.time()
+                before = len(events(run))
+                began_s = time.time()
                 wait_for(job, lambda run=run, n=before: goes_on_s(run, n, lost))
                 found.append(goes_on_s(run, before, lost) - began_s)
                 print(f"{found[-1]:.2f} s", flush=True)

@@ -42,7 +42,8 @@ class Feed:
         for _ in range(steps):
             hyper, (batch,) = trainer.job.prefetcher.take(progress)
             self.batches.append(batch)
-            self.lr, progress = hyper.lr, progress.advance(hyper.batch)
+            self.lr = hyper.lr
+            progress = progress.advance(hyper.batch)
 
     def loss(self, model: Callable[[torch.Tensor], Any], batch: DeviceBatch) -> torch.Tensor:
         """Mean over this rank's samples, or over their tokens."""
@@ -56,7 +57,9 @@ class Peer:
     """Blocks of steps."""
 
     def __init__(self, feed: Feed, one_step: OneStep) -> None:
-        self._communicator, self._batches, self._one_step = feed.communicator, iter(feed.batches), one_step
+        self._communicator = feed.communicator
+        self._batches = iter(feed.batches)
+        self._one_step = one_step
         self.losses: list[float] = []
 
     def block(self, steps: int) -> float:

@@ -34,7 +34,9 @@ from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
 from hvdtrain.frameworks.torch.precision import is_built_for_bf16
 from hvdtrain.training.health.signals import Signals
 
-MEAN, STD = 0.2860, 0.3530  # of Fashion-MNIST's training images
+# of Fashion-MNIST's training images
+MEAN = 0.2860
+STD = 0.3530
 LR = 0.02
 REFERENCES = ("textbook", "by hand")
 
@@ -77,7 +79,8 @@ class Textbook:
         self.model.train()
         for _ in range(steps):
             x, y = next(self.batches)
-            x, y = x.to(self.device), y.to(self.device)
+            x = x.to(self.device)
+            y = y.to(self.device)
             self.optimizer.zero_grad()
             logits = self.model(x)
             loss = functional.cross_entropy(logits, y)
@@ -121,7 +124,8 @@ class ByHand:
                 self.position = 0
             rows = self.order[self.position : self.position + self.batch].to(self.device)
             self.position += self.batch
-            x, y = self.x[rows].permute(0, 3, 1, 2), self.y[rows]
+            x = self.x[rows].permute(0, 3, 1, 2)
+            y = self.y[rows]
             x = (x.float() / 255.0 - self.mean) / self.std
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
                 logits = self.model(x)

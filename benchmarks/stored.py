@@ -33,7 +33,10 @@ from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, position
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.training.upcoming import Upcoming
 
-BATCH, WORKERS, CACHE_MB, CHUNK = 64, 2, 32, 16
+BATCH = 64
+WORKERS = 2
+CACHE_MB = 32
+CHUNK = 16
 BASE = "DataLoader, 2 workers"
 
 
@@ -48,7 +51,8 @@ def write(path: Path, samples: int) -> None:
         file["y"] = np.arange(samples, dtype="f4")
         for first in range(0, samples, 1024):
             count = min(1024, samples - first)
-            phase, scale = random.uniform(0, 6, (count, 4, 1, 1)).astype("f4"), random.uniform(0.5, 2, (count, 4, 1, 1)).astype("f4")
+            phase = random.uniform(0, 6, (count, 4, 1, 1)).astype("f4")
+            scale = random.uniform(0.5, 2, (count, 4, 1, 1)).astype("f4")
             field = np.sin(waves[:, None] * scale + phase) * np.cos(waves * scale - phase)
             field += random.normal(0, 0.01, field.shape).astype("f4").round(2)
             for array in arrays:
@@ -59,7 +63,9 @@ class H5Dataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """As the pages of h5py and torch have it: each worker opens the file."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name, self.file = path, name, None
+        self.path = path
+        self.name = name
+        self.file = None
         with h5py.File(path) as file:
             self.samples = len(file["y"])
 
@@ -170,7 +176,8 @@ def of_ranks(options: argparse.Namespace) -> None:
         for number in range(options.rounds + 1):
             for name in itertools.islice(itertools.cycle(kinds), number, number + len(kinds)):
                 ranks.Barrier()
-                began, began_cpu = time.perf_counter(), time.thread_time()
+                began = time.perf_counter()
+                began_cpu = time.thread_time()
                 decoded = reads[name](number)
                 cpu = ranks.allreduce(time.thread_time() - began_cpu)
                 found[name].append((options.samples / (time.perf_counter() - began), cpu, ranks.allreduce(decoded)))

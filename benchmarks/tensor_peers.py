@@ -45,7 +45,9 @@ from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
 
-LR, WARM_UP, HEADS = 0.05, 2, 4
+LR = 0.05
+WARM_UP = 2
+HEADS = 4
 PEERS = ("loss_parallel", "gathered logits")
 
 
@@ -108,7 +110,8 @@ def theirs(model: nn.Module, ranks: Communicator, sequence: bool, is_parallel_lo
 def plan(layers: int, sequence: bool, is_parallel_loss: bool) -> dict[str, ParallelStyle]:
     """As the tutorial of torch.distributed.tensor.parallel has it."""
     between = Shard(1) if sequence else Replicate()
-    columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
+    columns = ColwiseParallel(input_layouts=between)
+    rows = RowwiseParallel(output_layouts=between)
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "head": ColwiseParallel(
@@ -156,7 +159,9 @@ def main() -> None:
 def in_turn(steps: dict[Case, OneStep], ranks: Communicator, options: argparse.Namespace) -> tuple[dict[Case, list[Took]], float]:
     """The times of each in every round, and the largest difference of losses in a step."""
     times: dict[Case, list[Took]] = {case: [] for case in steps}
-    generator, cases, largest = torch.Generator().manual_seed(0), list(steps), 0.0
+    generator = torch.Generator().manual_seed(0)
+    cases = list(steps)
+    largest = 0.0
     for number in range(-WARM_UP, options.rounds):
         tokens = torch.randint(options.vocabulary, (options.samples, options.context + 1), generator=generator)
         losses = []

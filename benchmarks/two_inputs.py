@@ -13,7 +13,8 @@ from torch import nn
 def tanks(split: str, samples: int = 4000) -> dict[str, np.ndarray]:
     """image uint8 (n, 16, 16, 1), noisy and dark up to the level; table float32 (n, 2), radius and length; y float32 (n,), the volume."""
     random = np.random.default_rng(split == "val")
-    level, size = random.uniform(0.1, 1, samples), random.uniform(0.5, 1.5, (samples, 2))
+    level = random.uniform(0.1, 1, samples)
+    size = random.uniform(0.5, 1.5, (samples, 2))
     is_filled = np.arange(16)[::-1, None] < 16 * level[:, None, None]  # (n, 16, 1), from the bottom
     image = np.where(is_filled, 60, 190)[..., None] + random.normal(0, 30, (samples, 16, 16, 1))
     volume = level * size[:, 0] ** 2 * size[:, 1]

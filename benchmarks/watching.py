@@ -137,7 +137,8 @@ def rows(communicator: Communicator, options: argparse.Namespace, overrides: lis
         trainer.block(options.steps)
         for name in options.only:
             row = {"part": name} | ratio(trainer, watching.part(name), options.rounds, options.steps)
-            seconds, quartiles = row.pop("ratio"), row.pop("ratio_quartiles")
+            seconds = row.pop("ratio")
+            quartiles = row.pop("ratio_quartiles")
             yield row | {"images_per_s_ratio": round(1 / seconds, 4), "quartiles": [round(1 / x, 4) for x in reversed(quartiles)]}
         Log(watching.trackers).close(30.0)
 

@@ -24,7 +24,9 @@ from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.errors import DIVERGED, REQUEUE, UserError
 
 ANOTHER = "another --out begins anew"
-_LOG_LINES, _LOG_BYTES = 12, 4000  # the most of a log that an error shows
+# the most of a log that an error shows
+_LOG_LINES = 12
+_LOG_BYTES = 4000
 
 
 class Job(NamedTuple):

@@ -48,14 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _tell_who_ends_this_process() -> None:
     """Where code that a test runs ends this worker, by os._exit() or in C, the tracebacks of all threads are on the standard error."""
-    stderr, worker, leave = os.dup(2), os.getpid(), os._exit  # at this moment pytest does not take what is written to it
+    # at this moment pytest does not take what is written to it
+    stderr = os.dup(2)
+    worker = os.getpid()
+    leave = os._exit
 
     def leave_with_a_traceback(status: int) -> NoReturn:
         if os.getpid() == worker:  # not a fork of it
             faulthandler.dump_traceback(stderr)
         leave(status)
 
-    leave_with_a_traceback.__module__, leave_with_a_traceback.__qualname__ = "posix", "_exit"  # so that pickle names it as before
+    # so that pickle names it as before
+    leave_with_a_traceback.__module__ = "posix"
+    leave_with_a_traceback.__qualname__ = "_exit"
     os._exit = posix._exit = leave_with_a_traceback  # type: ignore[assignment]
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # glibc: exit(STATUS) calls raise(STATUS); raise(0) does nothing, and 1 is SIGHUP

@@ -33,7 +33,8 @@ class Net(torch.nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], classes: int, hidden: int = 8) -> None:
         super().__init__()
-        self.one, self.two = torch.nn.Linear(shape[0] * shape[1] * shape[2], hidden), torch.nn.Linear(hidden, classes)
+        self.one = torch.nn.Linear(shape[0] * shape[1] * shape[2], hidden)
+        self.two = torch.nn.Linear(hidden, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(torch.relu(self.one(x.flatten(1))))
@@ -57,7 +58,8 @@ def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest
     run = hvdtrain.train(config, "batch.size=32")
     assert main(["epochs=2", "model.name=linear", "optim.base_lr=1e-05", "run=two", "batch.size=32"]) == 0
     assert (run.folder, run.code, run.why, run.steps, run.epochs) == (Path("one"), 0, "epochs=2", 90, 2880 / 1437)
-    one, two = hvdtrain.read(run), hvdtrain.read("two")
+    one = hvdtrain.read(run)
+    two = hvdtrain.read("two")
     epochs = one[one.kind == "epoch"]
     assert epochs.val_accuracy.tolist() == two[two.kind == "epoch"].val_accuracy.tolist()
     assert epochs.val_accuracy.iloc[-1] == run.last and run.best == epochs.val_accuracy.max()
@@ -117,7 +119,8 @@ print("never")
 )
 def test_a_mistake_in_a_script_is_told_without_frames_of_hvdtrain(call: str, said: str, tmp_path: Path) -> None:
     """What, where, fix and the script's own line; Python then ends as after any exception: what the script wrote is kept."""
-    script, kept = tmp_path / "script.py", tmp_path / "kept.txt"
+    script = tmp_path / "script.py"
+    kept = tmp_path / "kept.txt"
     script.write_text(SCRIPT.format(call=call))
     done = python([str(script), str(kept)], is_warm=False)
     assert done.returncode == 2, done

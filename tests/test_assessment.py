@@ -193,7 +193,8 @@ def test_rank_sum_by_hand_and_by_scipy(scripts: dict[str, Any]) -> None:
     assert seen_z(np.array([2.0, 1.0]), np.array([5.0, 3.0, 4.0])) == pytest.approx(np.sqrt(3.0), rel=1e-15)
     assert seen_z(np.zeros(3), np.zeros(4)) == 0
     rng = np.random.default_rng(3)
-    given, hidden = rng.integers(0, 9, 40) / 8, rng.integers(0, 9, 50) / 8 + 0.1
+    given = rng.integers(0, 9, 40) / 8
+    hidden = rng.integers(0, 9, 50) / 8 + 0.1
     assert seen_z(given, hidden) == pytest.approx(-ranksums(given, hidden).statistic, rel=1e-12)
 
 
@@ -205,7 +206,8 @@ def test_rank_sum_of_a_random_division_has_deviation_1(scripts: dict[str, Any]) 
 
 
 def test_a_model_is_judged_by_the_hidden_samples(scripts: dict[str, Any]) -> None:
-    judge, answers = scripts["judge"].judge, scripts["judge"].Answers
+    judge = scripts["judge"].judge
+    answers = scripts["judge"].Answers
     rng = np.random.default_rng(5)
     loss = rng.exponential(1, (2, 400))
     good, bad = (answers(np.arange(400) < right, row) for right, row in zip((380, 280), loss, strict=True))
@@ -218,7 +220,9 @@ def test_shares_by_hand(scripts: dict[str, Any]) -> None:
     """1,437 samples in 8 epochs, 50,000 in 5: a quarter more than half of those."""
     share = scripts["share"]
     assert [share.most_samples(1437, 2), share.most_samples(50_000, 2), share.most_samples(50_000, 4)] == [7185, 156_250, 78_125]
-    here, there = np.array([3.0, 4.0]), np.array([3.0, 4.1])  # 2 % of the norm apart
+    # 2 % of the norm apart
+    here = np.array([3.0, 4.0])
+    there = np.array([3.0, 4.1])
     one = share.Share(100, 1.0, here, here)
     other = one._replace(first=2.0)
     assert share.complaint([one, other], 100) is None and share.complaint([one], 100) is None
@@ -252,7 +256,8 @@ def test_hidden_samples_are_not_given_and_classes_are_renumbered(scripts: dict[s
     assert sorted(new.values()) == list(range(10)) and new != {label: label for label in range(10)}
     for part, labels in zip(numbers, (parts.train.y, parts.given.y, parts.hidden.y), strict=True):
         assert [new[int(number) % 10] for number in part] == labels.tolist()
-    same, other = data.split(train, test, 7), data.split(train, test, 8)
+    same = data.split(train, test, 7)
+    other = data.split(train, test, 8)
     assert np.array_equal(same.hidden.x, parts.hidden.x) and not np.array_equal(other.hidden.x, parts.hidden.x)
 
 
@@ -274,7 +279,8 @@ def test_weights_in_each_form_give_the_answers_of_the_network(form: str, scripts
     read = scripts["net"].Net(1, 10)
     assert scripts["model_file"].find(tmp_path) == path
     scripts["model_file"].load(path, read)
-    x, y = np.random.default_rng(0).integers(0, 256, (7, 1, 8, 8), dtype=np.uint8), np.arange(7)
+    x = np.random.default_rng(0).integers(0, 256, (7, 1, 8, 8), dtype=np.uint8)
+    y = np.arange(7)
     said = scripts["model_file"].answers(read, x, y, (np.array([0.5]), np.array([0.25])))
     with torch.no_grad():
         logits = net.eval()((torch.from_numpy(x).float() / 255 - 0.5) / 0.25).double().numpy()
@@ -351,7 +357,8 @@ class Harmful:
 
 @pytest.mark.parametrize("form", ["safetensors", "npz", "pt"])
 def test_no_code_of_a_file_runs(form: str, scripts: dict[str, Any], tmp_path: Path) -> None:
-    ran, path = tmp_path / "ran", tmp_path / f"model.{form}"
+    ran = tmp_path / "ran"
+    path = tmp_path / f"model.{form}"
     if form == "npz":
         np.savez(path, **{"classify.bias": np.array([Harmful(ran)], dtype=object)})
     else:

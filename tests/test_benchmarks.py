@@ -25,7 +25,8 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw.mkdir(parents=True)
     rng = np.random.default_rng(1)
     for part, count in (("train", 120), ("t10k", 40)):
-        images, labels = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8), (np.arange(count) % 10).astype(np.uint8)
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
         (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
     return raw.parent.parent
@@ -146,7 +147,8 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytes
     import recompute
 
     sizes = {"layers": 4, "heads": 2, "width": 64, "context": 32, "vocabulary": 9, "batch": 5}
-    tokens, number = 5 * 32, 4 / recompute.MB
+    tokens = 5 * 32
+    number = 4 / recompute.MB
     one = tokens * 64 * number
     few = tokens * (2 + 2 + 2) * number  # mean and deviation of two norms, and of each head the logarithm of a sum
     found = {which: recompute.kept(recompute.Step(sizes, which))["blocks"] for which in ("none", "2", "all")}

@@ -124,7 +124,8 @@ def test_this_environment_has_the_versions_of_constraints(install: ModuleType) -
 
 def wheel(folder: Path, name: str, requires: str = "", version: str = "1.0") -> str:
     """Makes a wheel of an empty module; returns its sha256 as constraints.txt writes it."""
-    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(zipfile.ZipInfo(f"{name}.py"), "")
         archive.writestr(zipfile.ZipInfo(f"{info}/METADATA"), f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
@@ -134,13 +135,16 @@ def wheel(folder: Path, name: str, requires: str = "", version: str = "1.0") -> 
 
 
 @pytest.mark.slow
-def test_only_files_of_constraints_are_installed(tmp_path: Path, install: ModuleType) -> None:
-    clone, index = tmp_path / "clone", tmp_path / "index"
+def test_only_files_of_constraints_are_installed(tmp_path: Path, install: ModuleType) -> None:  # noqa: PLR0915
+    clone = tmp_path / "clone"
+    index = tmp_path / "index"
     clone.mkdir()
     index.mkdir()
     shutil.copy(ROOT / "install.py", clone)
     (clone / "setup.cfg").write_text("[options]\ninstall_requires =\n    first\n[options.extras_require]\nmore =\n    third\n")
-    first, second, _ = wheel(index, "first", "Requires-Dist: second\n"), wheel(index, "second"), wheel(index, "third")
+    first = wheel(index, "first", "Requires-Dist: second\n")
+    second = wheel(index, "second")
+    _ = wheel(index, "third")
     here = [install.Locked(f"{name}=={version(name)}", ("sha256:" + "0" * 64,)) for name in ("pip", "setuptools", "wheel")]
     lock = [*here, install.Locked("first==1.0", (first,)), install.Locked("second==1.0", ("sha256:" + "1" * 64, second))]
     (clone / "constraints.txt").write_text(install.lock_text(lock))
@@ -257,7 +261,9 @@ def test_a_sites_packages_are_those_outside_of_the_environment(install: ModuleTy
 
 def test_a_sites_torch_keeps_the_setuptools_that_it_wants(tmp_path: Path, install: ModuleType) -> None:
     """torch 2.11 wants setuptools<82, and constraints.txt has a newer one."""
-    house, site, clone = tmp_path / "house", tmp_path / "site", tmp_path / "clone"
+    house = tmp_path / "house"
+    site = tmp_path / "site"
+    clone = tmp_path / "clone"
     for folder in (house, site, clone):
         folder.mkdir()
     for name, wants, of in (("torch", "Requires-Dist: setuptools<82\n", "2.11.0"), ("setuptools", "", "81.0"), ("wheel", "", "0.45")):

@@ -90,7 +90,8 @@ def notebook_of(number: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
 def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path, tmp_path: Path) -> None:
-    page, number = (path.parent / "README.md").read_text(), path.parent.name[0]
+    page = (path.parent / "README.md").read_text()
+    number = path.parent.name[0]
     written = json.loads(notebook_of(number, tmp_path).read_text())
     assert len({cell["id"] for cell in written["cells"]}) == len(written["cells"])
     code = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"]
@@ -153,7 +154,8 @@ def test_a_gradient_step_costs_what_lab_1_says(tmp_path: Path, monkeypatch: pyte
     import lab
 
     monkeypatch.setattr(lab, "SEEDS", 3)
-    small, large = lab.time_to_loss(4), lab.time_to_loss(256)
+    small = lab.time_to_loss(4)
+    large = lab.time_to_loss(256)
     assert small.steps > large.steps and small.epochs < large.epochs / 4
     lab.write(tmp_path / "t.csv", lab.Reached._fields, [small, large])
     assert (tmp_path / "t.csv").read_text().splitlines()[1].startswith("4,")

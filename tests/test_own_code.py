@@ -43,7 +43,9 @@ def numbers(samples: int, seed: int = 0) -> dict[str, np.ndarray]:
 class Net(nn.Module):
     def __init__(self, outputs: int = 1, flat: bool = True) -> None:
         super().__init__()
-        self.one, self.two, self.flat = nn.Linear(3, 8), nn.Linear(8, outputs), flat
+        self.one = nn.Linear(3, 8)
+        self.two = nn.Linear(8, outputs)
+        self.flat = flat
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.two(torch.tanh(self.one(x)))
@@ -72,7 +74,9 @@ def train(*arguments: str, **objects: Any) -> hvdtrain.Run:
 def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwards() -> None:
     """One step of the whole training set: its samples are in no order. The metrics are those of torch for the validation set."""
     torch.manual_seed(3)
-    net, data, val = Net(), numbers(64), numbers(40, 1)
+    net = Net()
+    data = numbers(64)
+    val = numbers(40, 1)
     by_hand = Net().double()
     by_hand.load_state_dict(net.state_dict())
     for _ in range(2):
@@ -96,7 +100,8 @@ def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwa
     found = next(
         event for event in map(json.loads, reversed(Path("one/events.jsonl").read_text().splitlines())) if event["kind"] == "epoch"
     )
-    outputs, y = by_hand(torch.tensor(val["x"])).detach(), torch.tensor(val["y"])
+    outputs = by_hand(torch.tensor(val["x"])).detach()
+    y = torch.tensor(val["y"])
     assert found["val_loss"] == pytest.approx(functional.mse_loss(outputs, y).item(), rel=1e-9)
     assert found["val_mae"] == pytest.approx((outputs - y).abs().mean().item(), rel=1e-9)
     assert found["val_near"] == ((outputs - y).abs() < 0.5).double().mean().item()
@@ -107,7 +112,8 @@ def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwa
 def test_objects_resume_exactly_and_their_names_are_in_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(1)
     start = Net()
-    whole, half = Net(), Net()
+    whole = Net()
+    half = Net()
     whole.load_state_dict(start.state_dict())
     half.load_state_dict(start.state_dict())
     train("max_steps=6", "run=whole", model=whole)
@@ -406,7 +412,8 @@ def test_what_ranks_compare_of_objects() -> None:
         module.__dict__.update(shape=np.shape, dtype=np.dtype)
         return module
 
-    numpy, objects = using(of_another_process("numpy")), using(np.array([object()]))
+    numpy = using(of_another_process("numpy"))
+    objects = using(np.array([object()]))
     assert (
         digest(Net(), numpy) == digest(Net(), using(of_another_process("numpy"))) != digest(Net(), using(of_another_process("jax.numpy")))
     )
@@ -426,10 +433,13 @@ def test_what_ranks_compare_of_objects() -> None:
 def test_the_object_has_the_weights_that_were_reported_and_the_run_those_that_training_goes_on_from(ema: float | None) -> None:
     """With optim.ema the first are averages: mean_t = mean + (p_t - mean) (1 - d) / (1 - d^t), of SGD by hand."""
     torch.manual_seed(3)
-    net, data, val = Net().double(), numbers(64), numbers(40, 1)
+    net = Net().double()
+    data = numbers(64)
+    val = numbers(40, 1)
     weights = [p.detach().clone().requires_grad_() for p in net.parameters()]
     means = [torch.zeros_like(p) for p in weights]
-    x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+    x = torch.tensor(data["x"])
+    y = torch.tensor(data["y"])
     for step in range(1, 4):
         outputs = torch.func.functional_call(net, dict(zip(dict(net.named_parameters()), weights, strict=True)), x)
         gradients = torch.autograd.grad(functional.mse_loss(outputs, y), weights)
@@ -447,7 +457,9 @@ def test_the_object_has_the_weights_that_were_reported_and_the_run_those_that_tr
 
 def test_the_object_and_export_have_the_best_weights_where_the_run_restores_them(capfd: pytest.CaptureFixture[str]) -> None:
     """At a rate that grows 4 times an epoch the last evaluation is far from the best; run.weights are those of the last step."""
-    net, last, val = Net().double(), Net().double(), numbers(40, 1)
+    net = Net().double()
+    last = Net().double()
+    val = numbers(40, 1)
     job = ["stop.restore_best=true", "checkpoint.keep_last=1", "max_steps=null", "epochs=5", "recipe.schedule=exponential"]
     job += ["recipe.gamma=4", "run=one"]
     run = train(*job, model=net, val_data=val)

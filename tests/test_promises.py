@@ -15,7 +15,8 @@ from hvdtrain.training.checkpoint.saver import RETRY_S
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "tests" / "promises.md"
 PAGES = [*sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]), ROOT / "README.md", ROOT / "CHANGELOG.md", PROMISES]
-PAGE, TABLE = (ROOT / "docs" / "reliability.md").read_text(), PROMISES.read_text()
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+TABLE = PROMISES.read_text()
 
 
 @functools.cache
@@ -56,7 +57,8 @@ def test_every_promise_has_a_test_and_every_section_a_promise() -> None:
 
 
 def test_the_defaults_that_the_page_names_are_those_of_the_code() -> None:
-    guard, checkpoint = GuardConfig(), CheckpointConfig()
+    guard = GuardConfig()
+    checkpoint = CheckpointConfig()
     named = {
         "guard.stall_s=300": guard.stall_s == 300,
         "guard.start_s=600": guard.start_s == 600,

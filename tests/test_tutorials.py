@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.config.schema import known_keys
 
-TUTORIAL, FROM_HOROVOD = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "from-horovod-script.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+FROM_HOROVOD = ROOT / "docs" / "from-horovod-script.md"
 OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "fine-tuning", "scripts", "own-loss", "hooks", "segmentation")]
 OWN_LOOP = ROOT / "docs" / "own-loop.md"
 SCIENCE = ROOT / "docs" / "science-data.md"
@@ -100,7 +101,8 @@ def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     messages = failures(FROM_HOROVOD, results)
     assert not messages, "\n".join(messages)
     script, job = (results[block.number].output for block in blocks(FROM_HOROVOD) if block.text.startswith("mpirun "))
-    by_script, by_job = float(script.split()[-1]), float(re.findall(r"^done .* accuracy ([0-9.]+)", job, re.MULTILINE)[0])
+    by_script = float(script.split()[-1])
+    by_job = float(re.findall(r"^done .* accuracy ([0-9.]+)", job, re.MULTILINE)[0])
     assert len(re.findall(r"^epoch \d", script, re.MULTILINE)) == len(re.findall(r"^ +\d+ .* 0\.1$", job, re.MULTILINE)) == 8
     assert min(by_script, by_job) > 0.93
     assert abs(by_script - by_job) <= 0.05
@@ -126,7 +128,8 @@ def test_the_claims_about_samplers() -> None:
             [sampler.set_epoch(epoch) for sampler in samplers]
         return [list(sampler) for sampler in samplers]
 
-    train, val = dealt(1437, 2), dealt(360, 2)
+    train = dealt(1437, 2)
+    val = dealt(360, 2)
     assert [len(part) for part in train] == [719, 719] == [22 * 32 + 15] * 2
     assert sum(map(len, train)) - len({sample for part in train for sample in part}) == 1  # trained on twice
     assert [len(part) for part in val] == [180, 180] == [5 * 32 + 20] * 2

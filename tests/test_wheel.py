@@ -20,7 +20,8 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves files in the folder that it builds in."""
     pytest.importorskip("setuptools")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("wheel")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "hvdtrain", source / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))

@@ -12,7 +12,8 @@ class Board:
 
     def __init__(self, uuid: str) -> None:
         self.joules = 0.0
-        self._uuid, self._over = uuid, threading.Event()
+        self._uuid = uuid
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._count, name="power of the board")
 
     def __enter__(self) -> Board:
@@ -33,6 +34,7 @@ class Board:
         handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
         last_s = time.monotonic()
         while not self._over.wait(0.1):
-            watts, now_s = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, time.monotonic()
+            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+            now_s = time.monotonic()
             self.joules += watts * (now_s - last_s)
             last_s = now_s

@@ -48,10 +48,15 @@ class Part:
 
     def __init__(self, name: str, device: Device, root: Path | None, quick: bool, home: Path, sink: Path) -> None:
         """root: of data sets; None: there are none. home: of the day, empty at its start; sink: the file of rows."""
-        self.name, self.device, self.root, self.quick, self.home = name, device, root, quick, home
+        self.name = name
+        self.device = device
+        self.root = root
+        self.quick = quick
+        self.home = home
         self.folder = home / name
         self.folder.mkdir()
-        self._sink, self._limit_s = sink, LIMIT_S[quick]
+        self._sink = sink
+        self._limit_s = LIMIT_S[quick]
         self._end_s = time.monotonic() + self._limit_s
 
     def row(self, **facts: Any) -> None:

@@ -21,7 +21,8 @@ GPT_OF_LAYERS = {  # that of configs/image_gpt_cifar10.yaml, and iGPT-S (Chen et
 
 def wide_resnet(part: Part) -> str:
     """The full network: the textbook's loop, one by hand, hvdtrain with each switch; its phases, compiled, and as CUDA graphs."""
-    data, out = fashion_mnist(part), part.folder / "step.jsonl"
+    data = fashion_mnist(part)
+    out = part.folder / "step.jsonl"
     widths, batch = ("4,4,8,8", "20") if part.quick else (WIDTHS, "512")
     few = ["--rounds", "2", "--steps", "2"] if part.quick else ["--rounds", "5", "--steps", "10", "--switches", "--workers", "4"]
     options = ["--root", str(data.root), "--widths", widths, "--batch", batch, *few]
@@ -41,7 +42,8 @@ def wide_resnet(part: Part) -> str:
 
 def accuracy(part: Part) -> str:
     """Seconds to 85 % on Fashion-MNIST."""
-    data, out = fashion_mnist(part), part.folder / "accuracy.jsonl"
+    data = fashion_mnist(part)
+    out = part.folder / "accuracy.jsonl"
     few = ["--widths", "4,4,8,8", "--batch", "20", "--target", "0", "--epochs", "1"] if part.quick else []
     part.python("benchmarks/accuracy.py", "--root", str(data.root), *few, "--json", str(out))
     (row,) = part.copy_rows(out, data=data.name)
@@ -58,7 +60,8 @@ def gpt(part: Part, layers: int) -> str:
     small = ["model.layers=1", "model.width=16", "model.heads=2", "data.colours=16"]
     model = small if part.quick else [*GPT_OF_LAYERS[layers], "model.heads=8", "data.colours=512"]
     few = ["--rounds", "2", "--steps", "10"] if part.quick else ["--rounds", "7", "--steps", "5"]
-    out, batch = part.folder / "gpt.jsonl", 4 if part.quick else 32
+    out = part.folder / "gpt.jsonl"
+    batch = 4 if part.quick else 32
     words = [*data, *model, f"batch.size={batch}", "speed.precision=auto"]
     part.python("benchmarks/gpt.py", *few, "--draws", "0", "--json", str(out), *words)
     (row,) = part.copy_rows(out, data=SYNTHETIC, layers=layers)
@@ -79,7 +82,8 @@ def gpt(part: Part, layers: int) -> str:
 
 def cifar10_speed(part: Part) -> str:
     """configs/cifar10_speed.yaml and the same by hand in plain torch: accuracy, and seconds of training."""
-    data, out = cifar10(part), part.folder / "cifar10.jsonl"
+    data = cifar10(part)
+    out = part.folder / "cifar10.jsonl"
     seeds = "0" if part.quick else "0,1,2,3,4"
     small = ["batch.size=20", "epochs=1", "model.widths=[8,8,8]"] if part.quick else []
     parts = "record" if part.quick else "record,by-hand"
@@ -95,7 +99,9 @@ def cifar10_speed(part: Part) -> str:
 
 def folder(part: Part) -> str:
     """JPEGs of 500x400 as squares of 224: read by each way, and trained on by a ResNet-50, packed and decoded at each read."""
-    data, out, home = jpegs(part), part.folder / "folder.jsonl", part.folder / "images"
+    data = jpegs(part)
+    out = part.folder / "folder.jsonl"
+    home = part.folder / "images"
     sizes = ["--images", "40", "--size", "32", "--rounds", "1"] if part.quick else ["--images", "2000", "--size", "224", "--rounds", "3"]
     enlarged = "48x40" if part.quick else "500x400"
     ways = ["packed, one", "packed=false"]
@@ -124,8 +130,10 @@ def energy(part: Part) -> str:
     words = ["data.name=synthetic", "data.shape=[28,28,1]", "speed.precision=auto", "evaluate.samples=100", *model]
     with Board(part.device.uuid) as board:
         job = part.train("energy", *words)
-    start, end = job.events("start")[-1], job.events("end")[-1]
-    joules, each = (end["joules"] or {}), end.get("joules_per_sample")
+    start = job.events("start")[-1]
+    end = job.events("end")[-1]
+    joules = end["joules"] or {}
+    each = end.get("joules_per_sample")
     watts = [event["watts"] for event in job.events("step") if event.get("watts")]
     part.row(data=SYNTHETIC, joules=joules, joules_per_image=each, watts=watts[-10:], board_j=board.joules, reasons=start["energy"])
     if part.device.is_gpu and "gpu" not in joules:

@@ -18,8 +18,11 @@ from torch import nn
 from hvdtrain.data.datasets.idx import build as read
 from hvdtrain.frameworks.torch.models.wide_resnet import build
 
-MEAN, STD = 0.2860, 0.3530  # of Fashion-MNIST's training images
-LR, MOMENTUM = 0.02, 0.9
+# of Fashion-MNIST's training images
+MEAN = 0.2860
+STD = 0.3530
+LR = 0.02
+MOMENTUM = 0.9
 WIDTHS = (16, 16, 32, 64)
 SEED = 1
 DDP: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}  # what makes DDP fastest here

@@ -15,7 +15,8 @@ from torch.nn import functional
 def main() -> None:
     options = parser(__doc__).parse_args()
     hvd.init()
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     batches = shards(images(options.root), rank, size, options.batch // size)
     model = network(options.dropout).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)

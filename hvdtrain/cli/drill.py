@@ -53,8 +53,10 @@ def drill(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     options = _parse(arguments)
-    run, random = expand(options.run, "RUN"), Random(options.seed)
-    every_s, wait_s = parse_duration(options.every, "--every"), parse_duration(options.wait, "--wait")
+    run = expand(options.run, "RUN")
+    random = Random(options.seed)
+    every_s = parse_duration(options.every, "--every")
+    wait_s = parse_duration(options.wait, "--wait")
     pause_s = parse_duration(options.pause, "--pause") if options.pause else None
     find_ranks(run)
     harms: list[Harm | Pause] = []
@@ -85,7 +87,9 @@ def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
     ranks = [victim.rank for victim in victims]
     events = lines_of(run / "events.jsonl")
     step = step_of(events)
-    count, decisions, began_s = len(events), len(lines_of(run / "launch.jsonl", with_step=False)), time.time()
+    count = len(events)
+    decisions = len(lines_of(run / "launch.jsonl", with_step=False))
+    began_s = time.time()
     for victim in victims:
         send(victim, signal.SIGKILL)
 
@@ -185,7 +189,8 @@ def find_ranks(run: Path) -> list[Rank]:
     job = environ.get("PMIX_NAMESPACE")
     found = []
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
-        process, theirs = _read(pid), _environ(pid)
+        process = _read(pid)
+        theirs = _environ(pid)
         if process is None or theirs is None:
             continue
         if pid == holder.pid or (theirs.get("PMIX_NAMESPACE") == job if job else process.parent == first.parent):
@@ -331,7 +336,8 @@ def pause(run: Path, victims: Sequence[Rank], pause_s: float, wait_s: float) -> 
         finally:
             for victim in victims:
                 send(victim, signal.SIGCONT)
-    ranks, ended_s = [victim.rank for victim in victims], time.time()
+    ranks = [victim.rank for victim in victims]
+    ended_s = time.time()
     return wait(lambda: measure_pause(ranks, began_s, ended_s, before, lines_of(path)[len(before) :]), wait_s) or _never(
         ranks, pause_s, before
     )

@@ -49,7 +49,8 @@ def export(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     options = parse(arguments)
-    run, to = expand(options.run, "RUN"), expand(options.to, "--to")
+    run = expand(options.run, "RUN")
+    to = expand(options.to, "--to")
     check_target(to, options.force)
     checkpoint, arrays, skipped = read_checkpoint(run, options.checkpoint)
     notes_of_average: list[str] = []
@@ -245,7 +246,8 @@ def _first_undamaged(run: Path, folders: Iterable[Path], notes: list[str], mappe
 
 def _best_first(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]:
     """Checkpoints that were evaluated at their own step, the best first, of equals the earlier; and a note for each damaged one."""
-    states, notes = {}, []
+    states = {}
+    notes = []
     for folder in folders:
         try:
             states[folder] = files.read_numbers(folder).train_state
@@ -378,7 +380,8 @@ def _model(run: Path) -> Metadata:
     """The framework, and the model's name and options; a note where config.yaml cannot be read: the weights alone are worth exporting."""
     try:
         config = {assignment.key: assignment.value for assignment in read_run_config(run)}  # bounded in size; runs no code
-        name, framework = config["model.name"], config["framework"]
+        name = config["model.name"]
+        framework = config["framework"]
     except (UserError, KeyError) as error:
         why = error.what if isinstance(error, UserError) else f"it has no {error.args[0]}"
         printable = "".join(letter if letter.isprintable() else "?" for letter in why[:200])

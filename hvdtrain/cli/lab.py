@@ -166,7 +166,8 @@ def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
 
 def _pieces(page: str) -> Iterator[tuple[bool, str]]:
     """(is code, text): the commands, figures and Python of the page, and the text between them."""
-    begin, commands = 0, 0
+    begin = 0
+    commands = 0
     for found in sorted([*_FENCE.finditer(page), *_FIGURE.finditer(page)], key=lambda match: match.start()):
         is_fence = found.re is _FENCE
         commands += is_fence and found[1] == "bash"

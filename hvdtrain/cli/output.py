@@ -17,11 +17,14 @@ from hvdtrain.errors import UserError, short
 def format_seconds(seconds: float) -> str:
     """Three digits: 4.21 us, 183 ms"""
     if seconds >= 1:
-        unit, factor = "s", 1.0
+        unit = "s"
+        factor = 1.0
     elif seconds >= 1e-3:
-        unit, factor = "ms", 1e3
+        unit = "ms"
+        factor = 1e3
     else:
-        unit, factor = "us", 1e6
+        unit = "us"
+        factor = 1e6
     return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
 
 

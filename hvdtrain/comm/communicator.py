@@ -199,7 +199,10 @@ class SingleProcessCommunicator:
     """The communicator of one process: every collective is the identity, on any buffer."""
 
     name = "single"
-    rank, size, local_rank, local_size = 0, 1, 0, 1
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
     features: frozenset[Feature] = frozenset(FEATURES)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
@@ -325,7 +328,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: str) -> None:
     """Raises UserError, in one wording for all engines, where a collective cannot take x: its dtype, its memory layout or its shape."""
-    engine, dtype = communicator.name, str(x.dtype).removeprefix("torch.")
+    engine = communicator.name
+    dtype = str(x.dtype).removeprefix("torch.")
     where = f"comm.engine={engine}, {collective} {name!r}"
     extra: tuple[str, ...] = ("bool",) if collective in ("broadcast", "allgather") else ()
     if collective in ("allreduce", "start_reduce_scatter") and "bfloat16_sums" in communicator.features:

@@ -41,7 +41,8 @@ class _Counted(AroundCommunicator):
 
     def __init__(self, within: Any, moved: list[Moved], ranks: tuple[int, ...]) -> None:
         super().__init__(within)
-        self._moved, self._ranks = moved, ranks
+        self._moved = moved
+        self._ranks = ranks
 
     def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
         kind, sent_bytes = _KINDS[collective.removeprefix("start_")], self._sent_bytes(collective.removeprefix("start_"), x, *more)
@@ -52,7 +53,9 @@ class _Counted(AroundCommunicator):
         return found
 
     def _sent_bytes(self, collective: str, x: Buffer, *more: Any) -> int:
-        rank, others, nbytes = self.within.rank, self.within.size - 1, int(x.nbytes)
+        rank = self.within.rank
+        others = self.within.size - 1
+        nbytes = int(x.nbytes)
         if collective == "allreduce":
             return 2 * nbytes * others // (others + 1)
         if collective == "broadcast":

@@ -85,7 +85,9 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
     else:
         code = _NO
     least = communicator.allreduce(np.array([answer is not None, -(answer is not None), code]), "device memory", "min")
-    all_on_gpus, any_on_gpu, least_code = bool(least[0]), bool(least[1]), int(least[2])
+    all_on_gpus = bool(least[0])
+    any_on_gpu = bool(least[1])
+    least_code = int(least[2])
     how = answer.how if answer and code == least_code else f"{'the MPI of ' if least_code < _YES else ''}another rank"
     if not any_on_gpu:
         return Choice(None, f"comm.device_memory={wish} does nothing: no rank computes on a GPU" if wish != "auto" else "")
@@ -113,7 +115,8 @@ class DeviceArray:
 
     def __init__(self, tensor: Any, settle: Callable[[], None], type_name: str = "") -> None:
         """settle: waits until this thread's present stream has done what it was given. type_name: as numpy's; default: the tensor's."""
-        self.tensor, self._settle = tensor, settle
+        self.tensor = tensor
+        self._settle = settle
         self.type_name = type_name or str(tensor.dtype).removeprefix("torch.")
 
     @property

@@ -79,7 +79,9 @@ def library() -> str:
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
         return "Gloo, built without MPI"
-    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()  # MPI_MAX_LIBRARY_VERSION_STRING is 8192 in MPICH, 256 in Open MPI
+    # MPI_MAX_LIBRARY_VERSION_STRING is 8192 in MPICH, 256 in Open MPI
+    text = ctypes.create_string_buffer(8192)
+    length = ctypes.c_int()
     mpi.MPI_Get_library_version(text, ctypes.byref(length))
     return library_name(text.value.decode())
 
@@ -91,8 +93,10 @@ class HorovodCommunicator(StartedCollectives):
 
     def __init__(self, torch: Any, hvd: Any, place: Placement, process_sets: ProcessSets | None = None, process_set: Any = None) -> None:
         """process_set: one of Horovod's process sets, in which `place` is this rank's; all ranks where there is none."""
-        self._torch, self._hvd = torch, hvd
-        self._sets, self._set = process_sets or ProcessSets(hvd), process_set or hvd.global_process_set
+        self._torch = torch
+        self._hvd = hvd
+        self._sets = process_sets or ProcessSets(hvd)
+        self._set = process_set or hvd.global_process_set
         self._is_group = process_set is not None
         self._side_channel: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
@@ -100,9 +104,11 @@ class HorovodCommunicator(StartedCollectives):
         self.rank, self.size = self._set.rank(), self._set.size()
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
-        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
         if place.launcher == NO_LAUNCHER.launcher:
-            self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+            self.local_rank = hvd.local_rank()
+            self.local_size = hvd.local_size()
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
@@ -137,7 +143,8 @@ class HorovodCommunicator(StartedCollectives):
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "reduce_scatter", name)
-        operand, own = self._reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        operand = self._reducible(tensor)
+        own = part_of(len(tensor), self.rank, self.size)
         if operand.numel() > MOST_COUNT:
             total = operand.clone()
             return _like(
@@ -148,7 +155,8 @@ class HorovodCommunicator(StartedCollectives):
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
         x, tensor = self._checked(x, "start_reduce_scatter", name)
-        operand, own = self._reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        operand = self._reducible(tensor)
+        own = part_of(len(tensor), self.rank, self.size)
         if operand.numel() > MOST_COUNT:
             total = operand.clone()
             return PendingInPlace(self._hvd, self._sum(total, name, self._hvd.Sum), x[own], tensor[own], total[own])
@@ -201,7 +209,8 @@ class HorovodCommunicator(StartedCollectives):
     def split(self, color: int | None) -> Communicator | None:
         """Process sets, which Horovod adds where it was started with them: connect() asks for that where shard.group needs groups."""
         assert not self._is_group, "of all ranks alone"
-        groups, own = split_groups(self, color), None
+        groups = split_groups(self, color)
+        own = None
         for members in groups.members:  # every rank adds all of them
             process_set = self._sets.of(members)
             if self.rank in members:
@@ -255,8 +264,11 @@ class PendingInPlace:
 
     def __init__(self, hvd: Any, handles: Sequence[Any], x: Buffer, tensor: Any, operand: Any) -> None:
         """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same or a copy of another type."""
-        self._hvd, self._handles = hvd, handles
-        self._x, self._tensor, self._operand = x, tensor, operand
+        self._hvd = hvd
+        self._handles = handles
+        self._x = x
+        self._tensor = tensor
+        self._operand = operand
 
     def wait(self) -> Buffer:
         for handle in self._handles:
@@ -271,8 +283,10 @@ class PendingPart:
 
     def __init__(self, hvd: Any, handle: Any, x: Buffer, tensor: Any) -> None:
         """`tensor`: a view of x, which takes the result."""
-        self._hvd, self._handle = hvd, handle
-        self._x, self._tensor = x, tensor
+        self._hvd = hvd
+        self._handle = handle
+        self._x = x
+        self._tensor = tensor
 
     def wait(self) -> Buffer:
         self._tensor.copy_(self._hvd.synchronize(self._handle))

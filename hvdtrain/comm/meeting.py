@@ -147,10 +147,12 @@ def _compare_sizes(store: SignedStore, mine: Arrival, where: str) -> None:
     first = store.set_first("first", mine)
     if isinstance(first, Arrival) and first.size == mine.size:
         return
-    refusal, size = not_of_this_job(where), mine.size
+    refusal = not_of_this_job(where)
+    size = mine.size
     if isinstance(first, Arrival):
         fix = "start every host with the same --num-nodes and --num-gpus, or the same numbers of the launcher"
-        refusal, size = UserError(f"{mine.describe()}; {first.describe()}", where, fix), max(first.size, mine.size)
+        refusal = UserError(f"{mine.describe()}; {first.describe()}", where, fix)
+        size = max(first.size, mine.size)
     if not store.has("refused"):
         store.set("refused", refusal)
         for rank in range(size):
@@ -207,7 +209,9 @@ class Meeting:
 
     def __init__(self, communicator: Communicator, own_store: Any, host: str, secret: str, wait_s: float) -> None:
         """own_store: hosted by this process; other ranks reach it at `host`. wait_s: for a connection. A collective."""
-        self.rank, self._secret, self._own = communicator.rank, secret, own_store
+        self.rank = communicator.rank
+        self._secret = secret
+        self._own = own_store
         self._wait = timedelta(seconds=wait_s)
         self._addresses: list[Address] = communicator.allgather_object(Address(host, own_store.port))
         self.living = list(range(communicator.size))
@@ -225,7 +229,8 @@ class Meeting:
 
     def connection(self, living: Living) -> Callable[[], SignedStore]:
         """What opens a new connection to the store of an agreement."""
-        host, prefix = living.ranks[0], f"agreement-{living.number}"
+        host = living.ranks[0]
+        prefix = f"agreement-{living.number}"
         return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(host)), self._secret)
 
     def _connect(self, rank: int) -> Any:

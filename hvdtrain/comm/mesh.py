@@ -79,7 +79,8 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
         what = f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks: parts of the same sizes need equally many"
         raise UserError(what, config.where("shard.group"), "the same number of ranks on each host, or shard.group=all")
     row, column = next((i, ranks.index(world.rank)) for i, ranks in enumerate(table) if world.rank in ranks)
-    shard, replicas = _group(world, row), _group(world, column)
+    shard = _group(world, row)
+    replicas = _group(world, column)
     return Mesh(world, world, ALONE, shard, shard, replicas, table)
 
 

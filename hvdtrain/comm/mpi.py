@@ -95,7 +95,8 @@ def load() -> Any:
 
 def _initialize(mpi: Any) -> None:
     """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog can report a start that hangs."""
-    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    library = ctypes.CDLL(mpi.__file__)
+    provided = ctypes.c_int()
     atexit.register(_finalize)
     if not hasattr(library, "MPI_Init_thread"):  # built with the names of another interface
         mpi.Init_thread()
@@ -144,11 +145,15 @@ class MpiCommunicator:
 
     def __init__(self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None) -> None:
         """ranks: an MPI communicator, in which `place` is this rank's."""
-        self._mpi, self._comm = mpi, ranks.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
+        # a communicator of our own: its messages are apart from those of other users of MPI
+        self._mpi = mpi
+        self._comm = ranks.Dup()
         self._calls = MpiCalls(mpi, self._comm)
         self._side_channel = side_channel
-        self.rank, self.size = ranks.rank, ranks.size
-        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
         self.features = frozenset(FEATURES)
         self._loss_is_agreed = False  # by confirm(), which each rank calls as often as the others, or shrink() in its place
         self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
@@ -298,7 +303,8 @@ class MpiCommunicator:
         if not self._loss_is_agreed:  # others wait in confirm(), which does not end with a revoked communicator
             with contextlib.suppress(self._mpi.Exception):
                 self._comm.Agree(0)
-        self._comm, self._loss_is_agreed = self._comm.Shrink(), False
+        self._comm = self._comm.Shrink()
+        self._loss_is_agreed = False
         atexit.unregister(_finalize)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._calls = MpiCalls(self._mpi, self._comm)
@@ -306,11 +312,14 @@ class MpiCommunicator:
         if self._comm_thread:
             self._thread_comm = self._comm.Dup()
             self._thread_calls = MpiCalls(self._mpi, self._thread_comm)
-        self.rank, self.size = self._comm.rank, self._comm.size
+        self.rank = self._comm.rank
+        self.size = self._comm.size
         place = split_groups(self, 0).place(self.rank)
-        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
         world = self._mpi.COMM_WORLD.group
-        former, self._members = self._members, self._comm.group.Translate_ranks(list(range(self.size)), world)
+        former = self._members
+        self._members = self._comm.group.Translate_ranks(list(range(self.size)), world)
         return [rank for rank in former if rank not in self._members]
 
     def interrupt(self) -> None:
@@ -364,7 +373,8 @@ class MpiCommunicator:
             self._start_thread(self._comm)
 
     def _start_thread(self, ranks: Any) -> None:
-        self._comm_thread, self._thread_comm = CommThread(), ranks.Dup()
+        self._comm_thread = CommThread()
+        self._thread_comm = ranks.Dup()
         self._thread_calls = MpiCalls(self._mpi, self._thread_comm)
         self.features |= {"asynchronous"}
 
@@ -373,7 +383,8 @@ class Finished:
     """A Handle of a collective of the thread, whose result the thread that waits still has to receive."""
 
     def __init__(self, under_way: Handle, finish: Callable[[Any], Buffer]) -> None:
-        self._under_way, self._finish = under_way, finish
+        self._under_way = under_way
+        self._finish = finish
 
     def wait(self) -> Buffer:
         return self._finish(self._under_way.wait())

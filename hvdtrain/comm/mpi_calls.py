@@ -39,8 +39,10 @@ class MpiCalls:
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        self._mpi, self._comm = mpi, comm
-        self._rank, self._size = comm.rank, comm.size
+        self._mpi = mpi
+        self._comm = comm
+        self._rank = comm.rank
+        self._size = comm.size
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
 
     def allreduce(self, x: Buffer, op: Op) -> Buffer:
@@ -58,7 +60,8 @@ class MpiCalls:
     def reduce_to_owners(self, x: Buffer) -> Buffer:
         """This rank's part of the sum. A large one goes to each rank in turn, in pieces: in one call it takes up to 6 times as long."""
         reduction = self._reduction(x, "sum")
-        operand, own = reduction.operand, part_of(len(reduction.operand), self._rank, self._size)
+        operand = reduction.operand
+        own = part_of(len(reduction.operand), self._rank, self._size)
         if operand.nbytes <= ONE_CALL_BYTES:
             self._comm.Reduce_scatter(self._mpi.IN_PLACE, self._message(operand.reshape(-1)), self._counts(operand), reduction.op)
             own = slice(own.stop - own.start)  # MPI writes this rank's part to the beginning
@@ -102,10 +105,13 @@ class MpiCalls:
         return x
 
     def allgather(self, x: Buffer) -> Buffer:
-        bits, rows = _as_unsigned(x), np.empty(self._size, np.int64)
+        bits = _as_unsigned(x)
+        rows = np.empty(self._size, np.int64)
         self._comm.Allgather(np.array([len(bits)]), rows)
-        gathered, ends = _empty_like(x, int(rows.sum())), rows.cumsum()
-        into, per_row = _as_unsigned(gathered), math.prod(bits.shape[1:])
+        gathered = _empty_like(x, int(rows.sum()))
+        ends = rows.cumsum()
+        into = _as_unsigned(gathered)
+        per_row = math.prod(bits.shape[1:])
         if into.size <= MOST_COUNT:
             self._comm.Allgatherv(self._message(bits.reshape(-1)), self._message(into.reshape(-1), [int(n) * per_row for n in rows]))
             return gathered
@@ -122,7 +128,8 @@ class MpiCalls:
 
     def recv_from_any(self, x: Buffer, tag: int) -> int:
         """The rank that sent it. Raises ValueError for more than one piece."""
-        bits, status = _as_unsigned(x).reshape(-1), self._mpi.Status()
+        bits = _as_unsigned(x).reshape(-1)
+        status = self._mpi.Status()
         if bits.nbytes > PIECE_BYTES:
             raise ValueError(f"{bits.nbytes} bytes from any rank: pieces of two senders would be mixed")
         self._comm.Recv(bits, self._mpi.ANY_SOURCE, tag, status)
@@ -166,7 +173,8 @@ class PendingMessage:
     """A Handle of the pieces of one message."""
 
     def __init__(self, requests: list[Any], x: Buffer) -> None:
-        self._requests, self._x = requests, x
+        self._requests = requests
+        self._x = x
 
     def wait(self) -> Buffer:
         for request in self._requests:  # Waitall() says only that one has failed, not that a rank is lost

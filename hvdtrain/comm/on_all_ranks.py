@@ -47,7 +47,8 @@ def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
 
 
 def _added_up(communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None) -> Sums:
-    keys, arrays = sorted(sums), []
+    keys = sorted(sums)
+    arrays = []
     for key in keys:
         array = np.atleast_1d(np.asarray(host_value(sums[key]), np.float64))
         length = (lengths or {}).get(key, 0)

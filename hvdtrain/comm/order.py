@@ -25,7 +25,11 @@ class SameOrder:
 
     def __init__(self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False) -> None:
         """rank: of the job; where, fix: of the error."""
-        self._ranks, self._rank, self._where, self._fix, self._lags = ranks, rank, where, fix, lags
+        self._ranks = ranks
+        self._rank = rank
+        self._where = where
+        self._fix = fix
+        self._lags = lags
         self._asked: Question | None = None
         self._waiting = ""  # in ask()
         self.at = ""  # what this rank does between questions, for people: "forward pass of blocks.3"
@@ -40,7 +44,8 @@ class SameOrder:
         if self._ranks.size == 1:
             return
         self._answer()
-        self._waiting, code = doing, _code(doing)
+        self._waiting = doing
+        code = _code(doing)
         if self._lags:
             self._asked = Question(doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max"))
         else:
@@ -56,7 +61,8 @@ class SameOrder:
     def _answer(self) -> None:
         """Reads that of the last question."""
         if self._asked is not None:
-            asked, self._asked = self._asked, None
+            asked = self._asked
+            self._asked = None
             self._compare(asked.doing, asked.handle.wait())
 
     def _compare(self, doing: str, largest: np.ndarray) -> None:
@@ -125,7 +131,8 @@ class Future:
     """A Handle whose collective is made by another thread."""
 
     def __init__(self, collective: Callable[[], Buffer]) -> None:
-        self._collective, self._done = collective, threading.Event()
+        self._collective = collective
+        self._done = threading.Event()
         self._result: Buffer = None
         self._error: BaseException | None = None
 
@@ -147,7 +154,9 @@ class Future:
 
 Word = Literal["here", "taken", "given up"]  # of a rank about an exchange: it waits there; it has taken the result; it never will
 WORDS: tuple[Word, ...] = get_args(Word)
-NOTICE, LAST = 1, 2  # tags of messages of MPI
+# tags of messages of MPI
+NOTICE = 1
+LAST = 2
 
 
 class Exchange(Protocol):
@@ -196,9 +205,12 @@ class MpiExchange:
     """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds on one host; messages for words."""
 
     def __init__(self, mpi: Any, ranks: Any) -> None:
-        self._mpi, self._comm, self._notices = mpi, ranks, ranks.Dup()
+        self._mpi = mpi
+        self._comm = ranks
+        self._notices = ranks.Dup()
         self.threads = bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
-        self._request, self._number = None, 0
+        self._request = None
+        self._number = 0
         self._sent: list[Any] = []  # requests of notices, with the memory that they use
         self._said: dict[tuple[int, Word], int] = {}  # rank, word -> the last exchange that it said it of
 
@@ -225,7 +237,8 @@ class MpiExchange:
 
     def _receive(self) -> None:
         """Takes what others have sent, which would wait in MPI's memory."""
-        status, notice = self._mpi.Status(), np.zeros(2, np.int64)
+        status = self._mpi.Status()
+        notice = np.zeros(2, np.int64)
         while self._notices.Iprobe(self._mpi.ANY_SOURCE, NOTICE, status):
             self._notices.Recv(notice, status.source, NOTICE)
             self._said[status.source, WORDS[notice[1]]] = int(notice[0])

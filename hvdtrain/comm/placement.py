@@ -196,7 +196,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[str, str]:
     """What torchrun sets, but for the address of rank 0; node: this one's number and how many there are, where that is known."""
-    rank, size = str(place.rank), str(place.size)
+    rank = str(place.rank)
+    size = str(place.size)
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.local_size)}
     variables |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
     if node is not None:

@@ -43,7 +43,8 @@ class CommunicatorGroup(_ProcessGroup):
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         super().__init__(communicator.rank, communicator.size)
-        self._communicator, self._name = communicator, name
+        self._communicator = communicator
+        self._name = name
         self._takes_devices = "device_memory" in communicator.features
 
     @property
@@ -199,7 +200,8 @@ class Work(dist._Work):  # torch's own name for what it lets others derive from
 
     def __init__(self, tensors: Tensors, waits: Sequence[Callable[[], None]] = ()) -> None:
         super().__init__()
-        self._tensors, self._waits = tensors, list(waits)
+        self._tensors = tensors
+        self._waits = list(waits)
 
     def wait(self, timeout: Any = None) -> bool:
         while self._waits:

@@ -16,7 +16,9 @@ from hvdtrain.errors import DONE, LOST
 
 MPI_POLL_S = 0.02
 # Tags on COMM_WORLD, or a copy of what is left of it, which nothing else uses: Horovod and the mpi engine have communicators of their own.
-REQUEST, REPLY, ACKNOWLEDGMENT = 29101, 29102, 29103
+REQUEST = 29101
+REPLY = 29102
+ACKNOWLEDGMENT = 29103
 STORE_POLL_S = 0.1
 OWN_ERROR_S = 2.0  # time for this rank to report its own error before it exits because the store is gone
 HOST_EXITS_LATER_S = 0.5  # rank 0, whose process may host the store, exits after the others have read the exit code
@@ -39,7 +41,8 @@ class MpiSideChannel:
 
     def __init__(self, mpi: Any, world: Any) -> None:
         """`mpi`: the module mpi4py.MPI; world: the MPI communicator of all ranks."""
-        self._mpi, self._world = mpi, world
+        self._mpi = mpi
+        self._world = world
         self._sends: list[Any] = []  # pending requests of MPI, kept for the memory that they use; some never complete
         self._receives: dict[int, list[tuple[int, Any]]] = {REQUEST: [], REPLY: [], ACKNOWLEDGMENT: []}  # tag -> (rank, pending request)
         self._latest = 0  # number of the latest gather
@@ -109,7 +112,9 @@ class StoreSideChannel:
 
     def __init__(self, connect: Callable[[], SignedStore], rank: int, size: int) -> None:
         """`connect` opens a new connection to the store of this job."""
-        self._connect, self._rank, self._size = connect, rank, size
+        self._connect = connect
+        self._rank = rank
+        self._size = size
         self._latest = 0  # number of the latest gather
         self._closed = False
         self.outlives_host = False  # the ranks go on where the process that hosts the store is gone
@@ -118,7 +123,8 @@ class StoreSideChannel:
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Gathers messages, see Communicator.side_channel_gather; None where the process that hosts the store is gone."""
-        number, end_s = time.monotonic_ns(), time.monotonic() + wait_s
+        number = time.monotonic_ns()
+        end_s = time.monotonic() + wait_s
         self._latest = number
 
         def goes_on() -> bool:
@@ -170,7 +176,8 @@ class StoreSideChannel:
 
     def close(self, wait_s: float) -> None:
         """Waits until every rank closes: rank 0, whose process may host the store, leaves last. Every rank calls it."""
-        self._closed, end_s = True, time.monotonic() + wait_s
+        self._closed = True
+        end_s = time.monotonic() + wait_s
         with contextlib.suppress(RuntimeError):
             store = self._connect()
             store.add("closing", 1)
@@ -200,7 +207,8 @@ class StoreSideChannel:
             store.wait(["abort"], _FOREVER)
             code = store.get("abort")
             if type(code) is not int or not 0 < code < 256:
-                what, code = "a process that is no rank of the job wrote its end into the store, or rank 0 closed too early", LOST
+                what = "a process that is no rank of the job wrote its end into the store, or rank 0 closed too early"
+                code = LOST
         except RuntimeError:
             if self.outlives_host:
                 return

@@ -40,7 +40,8 @@ def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
 
 def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
     """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes were changed."""
-    tag, text = packed[:TAG_BYTES], packed[TAG_BYTES:]
+    tag = packed[:TAG_BYTES]
+    text = packed[TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(text, secret, purpose)):
         raise Forged
     try:
@@ -137,7 +138,8 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, secret: str) -> None:
-        self._store, self._secret = store, secret
+        self._store = store
+        self._secret = secret
 
     def set(self, key: str, value: Any) -> None:
         """Returns before the store has the value."""

@@ -53,7 +53,8 @@ class Ways:
     """The ways of one communicator, whose collectives take tensors on GPUs."""
 
     def __init__(self, gpus: Cuda, way: Way) -> None:
-        self._gpus, self._way = gpus, way
+        self._gpus = gpus
+        self._way = way
         self._streams: dict[tuple[torch.device, str], Stream] = {}
 
     def takes(self, x: Buffer) -> bool:
@@ -88,7 +89,9 @@ class Direct:
 
     def __init__(self, gpus: Cuda, x: torch.Tensor, stream: Stream) -> None:
         """stream: of what is allocated for the collective: nothing else is given to it."""
-        self._gpus, self._x, self._stream = gpus, x, stream
+        self._gpus = gpus
+        self._x = x
+        self._stream = stream
         self._filled = gpus.mark(gpus.present(x.device))
 
     def run(self, collective: Callable[[Any], Any]) -> torch.Tensor:
@@ -107,12 +110,16 @@ class Staged:
     """MPI gets a copy in page-locked host memory, which the GPU makes on a stream of its own."""
 
     def __init__(self, gpus: Cuda, x: torch.Tensor, needed: slice, down: Stream, up: Stream) -> None:
-        self._gpus, self._x, self._up = gpus, x, up
+        self._gpus = gpus
+        self._x = x
+        self._up = up
         filled = gpus.present(x.device).record_event()
-        self._host, source = gpus.locked(x), x.detach()
+        self._host = gpus.locked(x)
+        source = x.detach()
         into = self._host
         if x.ndim:
-            into, source = into[needed], source[needed]
+            into = into[needed]
+            source = source[needed]
         down.wait_event(filled)
         with gpus.use(down):
             into.copy_(source, non_blocking=True)

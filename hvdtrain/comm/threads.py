@@ -46,11 +46,15 @@ class ThreadCommunicator:
     """The communicator of one thread. Sums are made in the order of ranks."""
 
     name = "threads"
-    local_rank, local_size = 0, 1  # each as if it were alone on its host: nothing is shared out among threads
+    # each as if it were alone on its host: nothing is shared out among threads
+    local_rank = 0
+    local_size = 1
     features: frozenset[Feature] = frozenset({"p2p", "several_ranks"})
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self._ranks, self.rank, self.size = ranks, rank, ranks.size
+        self._ranks = ranks
+        self.rank = rank
+        self.size = ranks.size
 
     def allgather_object(self, thing: Any) -> list[Any]:
         self._ranks.board[self.rank] = thing
@@ -91,7 +95,9 @@ class ThreadCommunicator:
 
 class _Receive:
     def __init__(self, ranks: ThreadRanks, queue: SimpleQueue[Any], x: Buffer) -> None:
-        self._ranks, self._queue, self._x = ranks, queue, x
+        self._ranks = ranks
+        self._queue = queue
+        self._x = x
 
     def wait(self) -> Buffer:
         _array(self._x)[...] = self._ranks.get(self._queue)

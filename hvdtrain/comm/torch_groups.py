@@ -34,7 +34,8 @@ class EvenParts:
 
     def __init__(self, tensor: torch.Tensor, rank: int, size: int) -> None:
         """tensor: on the rank `rank` of `size` ranks."""
-        self._tensor, self._size = tensor, size
+        self._tensor = tensor
+        self._size = size
         self._rows = -(-len(tensor) // size)
         self._is_copy = self._rows * size != len(tensor)
         self._even = tensor.new_empty((self._rows * size, *tensor.shape[1:])) if self._is_copy else tensor
@@ -46,7 +47,8 @@ class EvenParts:
         """Views of the same rows of the tensor and of its copy; none without a copy."""
         if not self._is_copy:
             return []
-        more, shape = len(self._tensor) % self._size, self._tensor.shape[1:]
+        more = len(self._tensor) % self._size
+        shape = self._tensor.shape[1:]
         longer, shorter = self._tensor.tensor_split([more * self._rows])
         even = self._even.view(self._size, self._rows, *shape)
         return [
@@ -88,7 +90,9 @@ class GroupExchange:
 
     def __init__(self, group: Any, rank: int, size: int, name: str) -> None:
         """group: None for all ranks. name: of this exchange, in the store that all share."""
-        self._group, self._rank, self._size = group, rank, size
+        self._group = group
+        self._rank = rank
+        self._size = size
         self._store: Any = dist.PrefixStore(f"exchange-{name}", dist.distributed_c10d._get_default_store())
         self._work: Any = None
         self._number = 0
@@ -142,7 +146,8 @@ class GlooConnections:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """The group is made inside of it. What begins to listen meanwhile is Gloo."""
-        self._own, self._of_ranks = set(), set()
+        self._own = set()
+        self._of_ranks = set()
         before = set(_listening())
         yield
         self._own = set(_listening()) - before
@@ -220,7 +225,8 @@ def _threads() -> dict[str, tuple[str, ...]]:
 
     Where none has Gloo's name, of all that Python has not started, but for those that wait for sockets.
     """
-    found, unnamed = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    found = dict[str, tuple[str, ...]]()
+    unnamed = dict[str, tuple[str, ...]]()
     of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in Path("/proc/self/task").glob("*"):
         try:

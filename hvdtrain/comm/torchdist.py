@@ -51,7 +51,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     if place.size == 1:
         _start_process_group(dist.HashStore(), place, timeout)
         return TorchDistCommunicator(place, None, None)
-    found, mpi_communicator = find_rendezvous(place, os.environ, comm.address), None
+    found = find_rendezvous(place, os.environ, comm.address)
+    mpi_communicator = None
     if found is None:
         mpi_communicator = mpi.connect(place)
         rendezvous = rendezvous_over_mpi(mpi_communicator)
@@ -73,7 +74,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
     """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME names no interface."""
-    backend, gloo = BACKENDS if has_nccl() else "gloo", GlooConnections()
+    backend = BACKENDS if has_nccl() else "gloo"
+    gloo = GlooConnections()
     try:
         with gloo.recorded():
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
@@ -121,16 +123,22 @@ class TorchDistCommunicator(StartedCollectives):
 
         timeout, rendezvous, gloo: those of all ranks; a part of them has none.
         """
-        self._timeout, self._rendezvous, self._gloo = timeout, rendezvous, gloo or GlooConnections()
+        self._timeout = timeout
+        self._rendezvous = rendezvous
+        self._gloo = gloo or GlooConnections()
         self._meeting: Meeting | None = None
         self._pending: WeakSet[Pending] | None = None  # collectives under way, which hold the connections; None where ranks are not lost
         self._lost: list[int] = []  # whose loss shrink() has not returned yet
         self._form_s = FORM_S
-        self.rank, self.size = place.rank, place.size
+        self.rank = place.rank
+        self.size = place.size
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        self._mpi, self._store, self._secret = mpi_communicator, store, secret
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self._mpi = mpi_communicator
+        self._store = store
+        self._secret = secret
         self._group: Any = None  # of torch.distributed: all ranks
         self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()  # devices where parts of all ranks are reduced and gathered so
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -153,7 +161,8 @@ class TorchDistCommunicator(StartedCollectives):
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
         """In one call on NCCL; with Gloo a reduction to each rank in turn, in a third of the time of its reduce-scatter."""
         x, tensor = self._checked(x, "start_reduce_scatter", name)
-        operand, own = _reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        operand = _reducible(tensor)
+        own = part_of(len(tensor), self.rank, self.size)
         if tensor.device.type in self.in_one_call:
             works, part = EvenParts(operand, self.rank, self.size).reduce(self._group)
             return self._pend(works, x[own], tensor[own], part[: own.stop - own.start])
@@ -200,7 +209,8 @@ class TorchDistCommunicator(StartedCollectives):
         """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no form in it: comm/signed.py."""
         packed = pack(thing, self._secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
-        gathered, start = self.allgather(content, "objects").tobytes(), 0
+        gathered = self.allgather(content, "objects").tobytes()
+        start = 0
         things = []
         for rank in range(self.size):
             end = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
@@ -249,7 +259,8 @@ class TorchDistCommunicator(StartedCollectives):
 
     def split(self, color: int | None) -> Communicator | None:
         assert self._group is None, "of all ranks alone"
-        groups, own = split_groups(self, color), None
+        groups = split_groups(self, color)
+        own = None
         for members in groups.members:  # every rank makes all of them, so that torch gives them the same names everywhere
             group = dist.new_group(members)
             if self.rank in members:
@@ -278,7 +289,8 @@ class TorchDistCommunicator(StartedCollectives):
             store, host = own_store(self._rendezvous, self)
             self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
             assert self._store is not None
-            self._store.outlives_host, self._pending = True, WeakSet()
+            self._store.outlives_host = True
+            self._pending = WeakSet()
         self._gloo.share(self)
 
     def is_loss(self, error: BaseException) -> bool:
@@ -296,14 +308,17 @@ class TorchDistCommunicator(StartedCollectives):
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
         self._gloo.share(self)
         place = split_groups(self, 0).place(self.rank)
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        lost, self._lost = self._lost, []
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        lost = self._lost
+        self._lost = []
         return lost
 
     def _shrink_by_mpi(self) -> None:
         assert self._mpi is not None
         self._lost += self._mpi.shrink()
-        self.rank, self.size = self._mpi.rank, self._mpi.size
+        self.rank = self._mpi.rank
+        self.size = self._mpi.size
         place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
         rendezvous = rendezvous_over_mpi(self._mpi)
         self._form(lambda wait: open_store(rendezvous, place, wait), place)
@@ -314,7 +329,8 @@ class TorchDistCommunicator(StartedCollectives):
         former = self._meeting.living
         living = self._meeting.agree()
         self._lost += [rank for rank in former if rank not in living.ranks]
-        self.rank, self.size = living.ranks.index(self._meeting.rank), len(living.ranks)
+        self.rank = living.ranks.index(self._meeting.rank)
+        self.size = len(living.ranks)
         store = dist.PrefixStore(f"agreement-{living.number}", living.store)
         self._form(lambda _: store, Placement(self.rank, self.size, 0, 1, "shrink"))
         self._store.retire()
@@ -378,7 +394,9 @@ class Pending:
 
     def __init__(self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """blocks: views of x, and copies of them, which the works change and x takes then."""
-        self._works, self._x, self._blocks = works, x, blocks
+        self._works = works
+        self._x = x
+        self._blocks = blocks
 
     def drop(self) -> None:
         """The ranks are others from now on: it is void."""

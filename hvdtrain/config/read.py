@@ -294,7 +294,8 @@ def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Ass
 def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
     lines: dict[str, int] = {}
     for name, node, line in leaves(compose(text), SECTIONS):
-        key, origin = OTHER_NAMES.get(name, name), f"{path}:{line}"
+        key = OTHER_NAMES.get(name, name)
+        origin = f"{path}:{line}"
         if key in lines:
             raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", origin, "keep one of them")
         lines[key] = line

@@ -44,7 +44,8 @@ _HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
 
 def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     """One of the errors that pydantic found in a configuration."""
-    location, value = error["loc"], error["input"]
+    location = error["loc"]
+    value = error["input"]
     key = ".".join(str(part) for part in location[: 2 if location[0] in SECTIONS else 1])
     name, info, section = _find(location)
     if info is None:
@@ -63,7 +64,8 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     if value is None and colon and typing.get_origin(info.annotation) is dict:  # YAML reads {tokens:0} as a name alone
         what = f"{name} has the name {short(entry + colon + number)} without a value"
         return UserError(what, provenance.where(key), f"a blank after the colon: '{name}={{{entry}: {number or 0}}}'")
-    list_name, is_entry = name.rpartition("[")[0], isinstance(location[-1], int)
+    list_name = name.rpartition("[")[0]
+    is_entry = isinstance(location[-1], int)
     fix = f"{list_name} takes {type_name(info.annotation)}" if is_entry else expected(name, info, value)
     return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
 
@@ -73,7 +75,8 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
 
     `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: 'log.trackers=[wandb]'`.
     """
-    kind, default = info.annotation, None if info.is_required() else info.get_default(call_default_factory=True)
+    kind = info.annotation
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])
@@ -113,15 +116,18 @@ def _as_yaml(entry: Any) -> str:
 def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Section]]:
     """The name of a place in the configuration, `recipe.chain[0].kind`, its field, and the section it is in; no field: an unknown key."""
     section: type[Section] = Config
-    name, info = "", None
+    name = ""
+    info = None
     for part in location:
         if info is not None and typing.get_origin(info.annotation) in (typing.Union, dict):
             break  # what follows names a part of the union, or a name of the user's
         if isinstance(part, int):
-            name, section = f"{name}[{part}]", _of_entries(info, section)
+            name = f"{name}[{part}]"
+            section = _of_entries(info, section)
         else:
             section = SECTIONS.get(name, section)
-            name, info = f"{name}.{part}".lstrip("."), section.model_fields.get(part)
+            name = f"{name}.{part}".lstrip(".")
+            info = section.model_fields.get(part)
     return name, info, section
 
 
@@ -159,7 +165,8 @@ def _bounds(info: FieldInfo, value: float) -> str:
 
 def type_name(kind: Any) -> str:
     """A type in words: `a whole number, or null`."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin is typing.Literal:
         return f"one of {', '.join(repr(choice) for choice in inner)}"
     if origin in (typing.Union, UnionType) and kind not in TYPE_NAMES:

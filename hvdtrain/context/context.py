@@ -75,15 +75,23 @@ class Context:
 
         ranks: where the others go on without one that is lost; former: what they go on from then. A collective.
         """
-        self._ranks, self._former_loop = ranks, former
+        self._ranks = ranks
+        self._former_loop = former
         self._script: Any = module_of(rank.config.framework, "script")
         self._script.begin(rank.config, rank.communicator)
         self.untold_loss = None if former is None else former.loss  # until the loop has begun, with an event
-        self._config, self._communicator, self._closing = rank.config, rank.communicator, closing
-        self._heartbeat, self._signals, self._lock, self._reason = rank.heartbeat, rank.signals, rank.lock, rank.engine_reason
+        self._config = rank.config
+        self._communicator = rank.communicator
+        self._closing = closing
+        self._heartbeat = rank.heartbeat
+        self._signals = rank.signals
+        self._lock = rank.lock
+        self._reason = rank.engine_reason
         self.mesh = make_mesh(rank.communicator, rank.config)
-        self.rank, self.size = rank.communicator.rank, rank.communicator.size
-        self.local_rank, self.local_size = rank.communicator.local_rank, rank.communicator.local_size
+        self.rank = rank.communicator.rank
+        self.size = rank.communicator.size
+        self.local_rank = rank.communicator.local_rank
+        self.local_size = rank.communicator.local_size
         self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
         self.run, self._former, self._notes = on_rank_0(rank.communicator, self._open_run)
         lines = rank.config.replace(log=rank.config.log.replace(display="lines"))  # the moving display is of hvdtrain's own loop
@@ -191,8 +199,12 @@ class Context:
         learner = own_learner.build(self._config, self.mesh, model, optimizer, self._stepped, example)
         self._heartbeat.under_way = learner.under_way
         broadcast_state(self._communicator, learner, None)
-        self._learner, self._saved, self.model = learner, WithExtra(learner), weakref.ref(learner.user_model)
-        config, run, saver = self._config, self.run, None
+        self._learner = learner
+        self._saved = WithExtra(learner)
+        self.model = weakref.ref(learner.user_model)
+        config = self._config
+        run = self.run
+        saver = None
         self._limit_bytes = _SPARE_BYTES + MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
         beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
         if run is not None and self.rank == 0:
@@ -229,7 +241,8 @@ class Context:
             found = restore(self._communicator, self._learner, self._former, self._limit_bytes, self._heartbeat.go_on)
         except UserError as error:
             if error.where in ("state of the model", "state of the optimizer"):
-                error.where, error.fix = f"{self._former}", "the model and the optimizer that the checkpoint was made with; or another run="
+                error.where = f"{self._former}"
+                error.fix = "the model and the optimizer that the checkpoint was made with; or another run="
             raise
         return self._learner.resumed({} if found is None else self._go_on_from(found))
 
@@ -269,7 +282,8 @@ class Context:
         if self.run is not None and not self._resumed and self._former is not None:
             fix = f"{self._words.resume} after ctx.prepare(); or resume=no and another run= to begin anew"
             raise UserError(f"{self.run} has a checkpoint, and the loop would begin anew", "ctx.samples()", fix)
-        self._order, self._stream = stream.order, stream
+        self._order = stream.order
+        self._stream = stream
         now = self._points.now
         p = dataclasses.replace(now.progress, dataset=len(stream.source), total=stream.total)
         self._points.go_on_from(dataclasses.replace(now, progress=p))
@@ -469,7 +483,8 @@ class Context:
             self._points.now = evaluated(self._communicator, self._points.now, objective, better)
         self._points.save_due = False
         self._points.confirm()
-        self._saved.extra, self._written_step = self._extra_values.to_arrays(values), self.step
+        self._saved.extra = self._extra_values.to_arrays(values)
+        self._written_step = self.step
         if now or not is_last:
             self._points.checkpoints.save(dataclasses.replace(self._points.now, is_kept=now))
         if not is_last:
@@ -572,7 +587,8 @@ class Context:
     def _end_event(self) -> None:
         if self._stream is None:
             return
-        now, code = self._points.now, self._code()
+        now = self._points.now
+        code = self._code()
         fields = own_events.end_fields(now, self._why_over, code, self.run, self._failure, self._config.checkpoint.keep_best)
         self._log.emit("stop" if code else "end", self.step, **fields)
 

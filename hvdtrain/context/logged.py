@@ -72,7 +72,8 @@ def names_fingerprint(names: Collection[str]) -> Sums:
 
 def check_same_names(communicator: Communicator, own: Collection[str], fingerprints: Mapping[str, float], where: str, verb: str) -> None:
     """Raises UserError on every rank where they have different names. A collective. fingerprints: of all ranks, added up."""
-    total, squares = fingerprints["names"], fingerprints["squares"]
+    total = fingerprints["names"]
+    squares = fingerprints["squares"]
     if total * total == squares * communicator.size:
         return
     names = [sorted(of_rank) for of_rank in communicator.allgather_object(sorted(own))]
@@ -83,7 +84,8 @@ def check_same_names(communicator: Communicator, own: Collection[str], fingerpri
 
 def check_mean(metrics: object) -> None:
     """Raises UserError for what ctx.mean() does not take."""
-    where, fix = "ctx.mean()", 'ctx.mean({"accuracy": accuracy}, count=batch.count)'
+    where = "ctx.mean()"
+    fix = 'ctx.mean({"accuracy": accuracy}, count=batch.count)'
     if not isinstance(metrics, Mapping) or any(not isinstance(name, str) for name in metrics):
         raise UserError(f"{metrics!r:.60} is no mapping of names to numbers", where, fix)
 

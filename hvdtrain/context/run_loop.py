@@ -42,7 +42,9 @@ class _Runs:
     """The calls of train() on this rank, from the first to the one that comes to its end."""
 
     def __init__(self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack) -> None:
-        self._train, self._rank, self._closing = train, rank, closing
+        self._train = train
+        self._rank = rank
+        self._closing = closing
         self._context: Context | None = None
         self._hosts: list[str] = []  # by the numbers of the launcher
 
@@ -72,7 +74,9 @@ class _Runs:
 
     def _without_lost(self, ranks: Elastic, context: Context | None, former: Former | None) -> Former:
         """What the ranks that are left go on from. Each of them calls it. context: None where the loss came while it was made."""
-        began_s, heartbeat, lost = time.perf_counter(), self._rank.heartbeat, list[int]()
+        began_s = time.perf_counter()
+        heartbeat = self._rank.heartbeat
+        lost = list[int]()
         step, untold = (context.step, context.untold_loss) if context is not None else (0, former.loss if former else None)
         if context is not None:
             context.give_up()

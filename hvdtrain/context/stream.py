@@ -42,12 +42,14 @@ class SampleStream:
         if batch > len(self.source):
             raise UserError(f"batch={batch} is more than the {len(self.source)} samples", WHERE, f"{len(self.source)} or less")
         self.order = Order(len(self.source), seed, config.data.sampling)
-        self.batch, self.total = batch, math.ceil(Fraction(repr(epochs)) * len(self.source))
+        self.batch = batch
+        self.total = math.ceil(Fraction(repr(epochs)) * len(self.source))
         self.config = config.replace(seed=seed, epochs=epochs, batch=config.batch.replace(size=batch))
         recipe = build_recipe(self.config, len(self.source), None)
         undivided = self.config.replace(parallel=self.config.parallel.replace(pipeline=1))  # the script has the micro-batches: accumulate()
         self.prefetcher = Prefetcher(undivided, communicator, recipe, self.source, learner)
-        self._communicator, self._learner = communicator, learner
+        self._communicator = communicator
+        self._learner = learner
 
     def take(self, p: Progress) -> Any:
         """This rank's Samples of the step that follows `p`; of a rank that has none, one that does not count."""

@@ -37,9 +37,15 @@ class SyncPoints:
     ) -> None:
         """ranks: where the others go on without one that is lost."""
         self._ranks = ranks
-        self.config, self.communicator, self.learner = config, communicator, learner
-        self.health, self.checkpoints, self.heartbeat, self.log = health, health.checkpoints, heartbeat, log
-        self.logged, self._logged_in_epoch = Logged(), Logged()
+        self.config = config
+        self.communicator = communicator
+        self.learner = learner
+        self.health = health
+        self.checkpoints = health.checkpoints
+        self.heartbeat = heartbeat
+        self.log = log
+        self.logged = Logged()
+        self._logged_in_epoch = Logged()
         self.save_due = False  # a sync point has found that; until the next checkpoint
         self.go_on_from(now)
 
@@ -47,8 +53,11 @@ class SyncPoints:
         """The loop is here: at its beginning, or at a checkpoint."""
         self.now = self._before = now  # `_before`: at the last sync point
         self._clock = clock_from(now.seconds)
-        self._count, self._began_s = 0, time.perf_counter()  # samples of this rank since then; and when that was
-        self._epoch_count, self._epoch_began_s = 0, time.perf_counter()
+        # samples of this rank since then; and when that was
+        self._count = 0
+        self._began_s = time.perf_counter()
+        self._epoch_count = 0
+        self._epoch_began_s = time.perf_counter()
         self._told_epoch = now.progress.epoch  # epochs of which there is an event
 
     def add(self, values: dict[str, Any], weight: float) -> None:
@@ -69,7 +78,8 @@ class SyncPoints:
 
         A collective then. Raises Diverged on every rank for numbers that are not finite (guard.nonfinite), and where ranks differ.
         """
-        p, every = self.now.progress, self.config.log.every_steps
+        p = self.now.progress
+        every = self.config.log.every_steps
         if p.step == self._before.progress.step or not (force or p.done or p.step % every == 0):
             return
         make_equal(self, p)
@@ -85,7 +95,8 @@ class SyncPoints:
         now = act(self, self._before, now, last, sums, before_save=self.save_due)
         self.log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
         self.now = self._before = now
-        self._count, self._began_s = 0, time.perf_counter()
+        self._count = 0
+        self._began_s = time.perf_counter()
 
     def confirm(self) -> None:
         """Before what all ranks have computed together is written: fails where a rank was lost in it. A collective."""
@@ -103,4 +114,5 @@ class SyncPoints:
         means = self._logged_in_epoch.read(self.communicator, sums)
         now = dataclasses.replace(self.now, seconds=self._clock())
         self.log.emit("epoch", p.step, **epoch_fields(now, means, sums["count"], time.perf_counter() - self._epoch_began_s))
-        self._epoch_count, self._epoch_began_s = 0, time.perf_counter()
+        self._epoch_count = 0
+        self._epoch_began_s = time.perf_counter()

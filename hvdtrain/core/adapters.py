@@ -9,7 +9,9 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-A, B = ".lora_A", ".lora_B"  # ends of names: (rank, inputs), (outputs, rank)
+# ends of names: (rank, inputs), (outputs, rank)
+A = ".lora_A"
+B = ".lora_B"
 
 
 def is_adapter(name: str) -> bool:
@@ -21,7 +23,8 @@ def scale_of(config: Mapping[str, Any]) -> float | None:
     """What the adapters of a run are multiplied by, by the keys of its configuration; None of a run without model.lora."""
     if not config.get("model.lora"):
         return None
-    rank, alpha = config.get("model.lora_rank", 8), config.get("model.lora_alpha")
+    rank = config.get("model.lora_rank", 8)
+    alpha = config.get("model.lora_alpha")
     return float((rank if alpha is None else alpha) / rank)
 
 
@@ -33,7 +36,8 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
     found = {name: array for name, array in arrays.items() if not is_adapter(name)}
     sums: dict[int, np.ndarray] = {}  # of each weight with an adapter
     for layer in (name.removesuffix(A) for name in arrays if name.endswith(A)):
-        weight, b = found.get(f"{layer}.weight"), arrays.get(layer + B)
+        weight = found.get(f"{layer}.weight")
+        b = arrays.get(layer + B)
         if weight is None or b is None:
             what = f"{layer}{A} has no {layer}.weight or no {layer}{B} beside it"
             raise UserError(what, "model.lora", "the weights of the whole model with its adapters")

@@ -46,7 +46,8 @@ def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
 
 
 def _digest_of_parts(dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> int:
-    hashed, size = xxhash.xxh3_64(f"{dtype} {shape};".encode()), 0
+    hashed = xxhash.xxh3_64(f"{dtype} {shape};".encode())
+    size = 0
     for part in parts:
         hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         size += part.size

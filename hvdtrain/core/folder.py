@@ -204,7 +204,8 @@ class Folder:
         os.fsync(self._handle)
 
     def close(self) -> None:
-        handle, self._handle = self._handle, -1
+        handle = self._handle
+        self._handle = -1
         if handle >= 0:
             os.close(handle)
 

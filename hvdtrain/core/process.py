@@ -42,8 +42,10 @@ class StderrWrite:
     """
 
     def __init__(self, number: int, data: bytes) -> None:
-        self._number, self._data = number, data
-        self._begun, self._ended = threading.Lock(), threading.Event()
+        self._number = number
+        self._data = data
+        self._begun = threading.Lock()
+        self._ended = threading.Event()
 
     def start(self) -> None:
         """Raises RuntimeError where the system gives no more threads."""

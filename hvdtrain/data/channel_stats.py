@@ -73,7 +73,8 @@ def sampled_stats(source: Images) -> ChannelStats:
 
     At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are read.
     """
-    values, images = math.prod(source.shape), len(source)
+    values = math.prod(source.shape)
+    images = len(source)
     most = max(1, min(_IMAGES, _VALUES // values))
     chosen = np.arange(images)
     if images > most:

@@ -195,7 +195,9 @@ class UnencodedImages:
 
     def encode(self, codebook: Codebook) -> TokenImages:
         """All images, once: 5 s for each million different colours of 512, and the images are kept no longer."""
-        images, side, encoder = self.images, self.pixels, Encoder(codebook)
+        images = self.images
+        side = self.pixels
+        encoder = Encoder(codebook)
         tokens = np.empty((len(images), side * side), np.uint8 if len(codebook.colours) <= 2**8 else np.uint16)
         block = max(1, _ENCODED_VALUES // math.prod(images.shape))
         for start in range(0, len(images), block):

@@ -15,7 +15,8 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-TOKENS, SEGMENTS = "tokens", "segments"
+TOKENS = "tokens"
+SEGMENTS = "segments"
 PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}  # of the sequences before they are packed
 _OPEN = 64  # rows with room, of which a sequence goes into the first that has enough: a set of millions is packed in seconds
 
@@ -94,7 +95,8 @@ class PackedRows(AroundSource):
         return self.rows.padded(indices, mask.shape[1], -1)[mask], row, at + 1
 
     def _packed(self, batch: Batch, samples: int, sequences: np.ndarray, row: np.ndarray, segment: np.ndarray) -> Batch:
-        tokens, mask = batch[TOKENS], batch[self._mask]
+        tokens = batch[TOKENS]
+        mask = batch[self._mask]
         lengths = self.lengths[sequences]
         if len(wrong := np.flatnonzero(mask.sum(1) != lengths)):
             what = f"sequence {sequences[wrong[0]]} has {mask[wrong[0]].sum()} tokens now, and had {lengths[wrong[0]]} when it was packed"

@@ -141,7 +141,8 @@ def positions_of_rank(
     else:
         low, high = share_bounds(count, rank, size)
         ranges = list(_epochs(start + low, start + high, dataset))
-    samples, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    samples = [np.empty(0, np.int64)]
+    epochs = [np.empty(0, np.int64)]
     for epoch, first, last in ranges:
         samples.append(_order(seed, epoch, dataset, range(first, last, stride)))
         epochs.append(np.full(len(samples[-1]), epoch, np.int64))
@@ -168,7 +169,8 @@ def parts_of_rank(
         return [positions_of_rank(start, count, rank, size, dataset, seed, sampling, shuffle)]
     found = []
     for part in range(parts):
-        first, last = _dealt_below(count, part, parts), _dealt_below(count, part + 1, parts)
+        first = _dealt_below(count, part, parts)
+        last = _dealt_below(count, part + 1, parts)
         if sampling == "partition":
             found.append(positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling))
             continue
@@ -186,9 +188,11 @@ def parts_by_length(step: Positions, lengths: np.ndarray, parts: int, rank: int,
     step: all positions of the step; lengths: int64 (dataset,). Parts and shares have as many positions as those of parts_of_rank().
     """
     order = np.argsort(lengths[step.samples], kind="stable")
-    step, found = Positions(step.samples[order], step.epochs[order]), []
+    step = Positions(step.samples[order], step.epochs[order])
+    found = []
     for part in range(parts):
-        first, last = _dealt_below(len(order), part, parts), _dealt_below(len(order), part + 1, parts)
+        first = _dealt_below(len(order), part, parts)
+        last = _dealt_below(len(order), part + 1, parts)
         found.append(step.part(*_share_of_part(first, last, rank, size)))
     return found
 
@@ -262,7 +266,8 @@ BLOCKS_VERSION = "blocks-1"  # of the order of shuffled_by_blocks(), which a che
 
 def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShuffle) -> Positions:
     """Positions of the stream, those of one window and epoch by block."""
-    samples, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    samples = [np.empty(0, np.int64)]
+    epochs = [np.empty(0, np.int64)]
     for epoch, first, last in _epochs(start, start + count, dataset):
         for piece in _pieces(seed, epoch, dataset, shuffle, first, last):
             samples.append(piece[np.argsort(piece // shuffle.block, kind="stable")])
@@ -287,7 +292,8 @@ def _pieces(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: i
         end = min(last, int(edges[window + 1]))
         begin = int(edges[window])
         yield _window(seed, epoch, dataset, shuffle, window)[first - begin : end - begin]
-        first, window = end, window + 1
+        first = end
+        window = window + 1
 
 
 @lru_cache(maxsize=4)
@@ -346,7 +352,9 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 def _network(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
     """One pass over uint64 (m,), a permutation of 0 ... a b - 1."""
-    left, right = x // np.uint64(a), _remainder(x, a)  # in 0 ... b - 1 and in 0 ... a - 1
+    # in 0 ... b - 1 and in 0 ... a - 1
+    left = x // np.uint64(a)
+    right = _remainder(x, a)
     for even, odd in keys.reshape(-1, 2):
         left = _remainder(left + _hash(right ^ even), b)
         right = _remainder(right + _hash(left ^ odd), a)

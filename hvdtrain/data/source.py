@@ -318,7 +318,8 @@ def check_numbers(name: str, array: np.ndarray, field: Field, where: str, sample
     """
     if array.dtype.kind not in "iufb":
         raise UserError(f"field {name} is {_describe(array)}, expected numbers", where, "convert it to integers or floats")
-    is_float, values = array.dtype.kind == "f", field.values
+    is_float = array.dtype.kind == "f"
+    values = field.values
     if not is_float and not values:
         return
     rows = max(1, 2**24 // max(1, array[:1].nbytes))

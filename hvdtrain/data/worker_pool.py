@@ -150,7 +150,8 @@ class _Worker:
             answers, outputs = os.pipe()
             ours.callback(os.close, inputs)
             ours.callback(os.close, outputs)
-            self._commands, self._answers = Connection(commands, readable=False), Connection(answers, writable=False)
+            self._commands = Connection(commands, readable=False)
+            self._answers = Connection(answers, writable=False)
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(inputs), str(outputs), str(memory), str(at_once)],
                 stdin=subprocess.DEVNULL,
@@ -208,7 +209,8 @@ def _end(workers: list[_Worker]) -> None:
 
 def shared_arrays(memory: mmap.mmap, fields: Mapping[str, Field], rows: int) -> dict[str, np.ndarray]:
     """Arrays (rows, *shape) of the fields, one after the other in memory."""
-    arrays, start = {}, 0
+    arrays = {}
+    start = 0
     for name, field in fields.items():
         count = rows * math.prod(field.shape)
         arrays[name] = np.frombuffer(memory, field.dtype, count, start).reshape(rows, *field.shape)

@@ -128,7 +128,9 @@ class BackgroundSink:
         self._capacity = capacity
         self._step_interval_s = step_interval_s
         self._on_drop = on_drop
-        self._tick, self._tick_s, self._ticked_s = tick, tick_s, time.monotonic()
+        self._tick = tick
+        self._tick_s = tick_s
+        self._ticked_s = time.monotonic()
         self._next_step_s: dict[str, float] = {}  # step kind -> the time from which its next event is taken
         # Both queues hold (number of the call, event): the thread takes the lower number first.
         self._step_events = deque[tuple[int, Event]]()
@@ -200,7 +202,8 @@ class BackgroundSink:
 
     def _report_failure(self) -> None:
         if self._failure:
-            failure, self._failure = self._failure, ""
+            failure = self._failure
+            self._failure = ""
             self._warn(f"{self._name}: {failure}; training goes on without it")
 
     def _run(self) -> None:

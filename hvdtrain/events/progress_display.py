@@ -37,7 +37,8 @@ class ProgressDisplay:
     """
 
     def __init__(self, out: OutputStream, size: Callable[[], os.terminal_size]) -> None:
-        self._out, self._size = out, size
+        self._out = out
+        self._size = size
         self._drawn_size = size()
         self._console = Console(
             file=cast("IO[str]", out), force_terminal=True, highlight=False, width=self._drawn_size.columns, height=self._drawn_size.lines
@@ -66,7 +67,8 @@ class ProgressDisplay:
     def __call__(self, event: Event) -> None:
         if event.kind == "start":
             self._metric = shown_metric(event.fields)
-            self._max_steps, self._max_s = event.fields.get("max_steps"), event.fields.get("max_seconds")
+            self._max_steps = event.fields.get("max_steps")
+            self._max_s = event.fields.get("max_seconds")
             self._train_samples = event.fields.get("samples", 1)
             self._coordinates = event.fields.get("coordinates_of_rank", [])
             self._start()
@@ -151,7 +153,8 @@ class ProgressDisplay:
 
     def _bars(self, width: int) -> list[list[tuple[str, str]]]:
         """The epoch's and the job's, each as (text, style) parts."""
-        done, epochs = self._fields.get("epochs", 0.0), self._fields.get("of", math.inf)
+        done = self._fields.get("epochs", 0.0)
+        epochs = self._fields.get("of", math.inf)
         epoch_share = done - math.floor(done) if done < epochs else 1.0
         epoch_steps = max(1, round(self._train_samples / max(1, self._fields.get("batch", 1))))
         of = f" of {epochs:.5g}" if epochs < math.inf else ""
@@ -214,7 +217,8 @@ class ProgressDisplay:
 
     def _stages(self) -> str:
         """A pipeline's line: which stage is slowest, by its own work, which waits most, how long all wait on average. Below 80 columns."""
-        bubble, work_ms = self._fields.get("bubble", []), self._fields.get("stage_work_ms", [])
+        bubble = self._fields.get("bubble", [])
+        work_ms = self._fields.get("stage_work_ms", [])
         if not bubble or len(bubble) != len(self._coordinates):
             return ""
         of_stages = [

@@ -38,7 +38,8 @@ class RankWarnings(logging.Handler):
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__(logging.WARNING)
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._seen: set[str] = set()
         self._shown_by_rank_0: list[str] = []  # since the last exchange()
         self._held: list[logging.LogRecord] = []
@@ -49,7 +50,8 @@ class RankWarnings(logging.Handler):
 
     def renumber(self, rank: int, size: int) -> None:
         """Ranks are lost. The formatter keeps the number that the launcher gave."""
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -67,7 +69,8 @@ class RankWarnings(logging.Handler):
         """Every rank calls it."""
         if self._size > 1:
             with self.lock or contextlib.nullcontext():
-                shown, self._shown_by_rank_0 = self._shown_by_rank_0, []
+                shown = self._shown_by_rank_0
+                self._shown_by_rank_0 = []
             self._show_held(communicator.broadcast_object(shown))
 
     def close(self) -> None:
@@ -77,7 +80,8 @@ class RankWarnings(logging.Handler):
     def _show_held(self, known: list[str]) -> None:
         with self.lock or contextlib.nullcontext():
             self._seen.update(known)
-            held, self._held = self._held, []
+            held = self._held
+            self._held = []
             for record in held:
                 if record.getMessage() not in known:
                     self._show(record)
@@ -123,7 +127,8 @@ def rank_log(path: Path | None) -> Iterator[None]:
         fix = NO_LINKS if isinstance(error, WrongKind) else "set run= to a folder that every rank can write"
         raise UserError(f"cannot write the log file of a rank: {path}: {error.strerror or error}", "log.per_rank", fix) from None
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    level, propagate = LOGGER.level, LOGGER.propagate
+    level = LOGGER.level
+    propagate = LOGGER.propagate
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
     LOGGER.addHandler(to_file)

@@ -28,7 +28,9 @@ class TerminalSink:
     """
 
     def __init__(self, background: BackgroundSink, is_shown: Callable[[Event], bool], *, has_display: bool) -> None:
-        self._background, self._is_shown, self._has_display = background, is_shown, has_display
+        self._background = background
+        self._is_shown = is_shown
+        self._has_display = has_display
         self._redirected: list[_LinesToDisplay] = []
 
     def __call__(self, event: Event) -> None:
@@ -67,7 +69,9 @@ class _LinesToDisplay(io.TextIOBase):
     """In the place of sys.stdout or sys.stderr: whole lines become events, of which the display shows the lines."""
 
     def __init__(self, name: str, stream: TextIO, background: BackgroundSink) -> None:
-        self.name, self.stream, self._background = name, stream, background
+        self.name = name
+        self.stream = stream
+        self._background = background
         self._begun = ""  # of a line
         self._stopped = False  # who has kept this object writes to the stream
 

@@ -37,13 +37,15 @@ class ShownMetric(NamedTuple):
 
 def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
     """From the fields of an event "start"; accuracy where it has no metrics."""
-    metrics, objective = start.get("metrics"), start.get("objective")
+    metrics = start.get("metrics")
+    objective = start.get("objective")
     if not isinstance(metrics, Mapping) or not isinstance(objective, str):
         return ShownMetric()
     unit = "samples" if start.get("unit") == "samples" else "images"
     rate = "samples_per_s"
     if start.get("counts") == "tokens":
-        unit, rate = "tokens", "tokens_per_s"
+        unit = "tokens"
+        rate = "tokens_per_s"
     name = objective if objective != "loss" else next((other for other in metrics if other != "loss"), "loss")
     described = metrics.get(name)
     described = described if isinstance(described, Mapping) else {}
@@ -92,7 +94,8 @@ class TextWriter:
 
     def __call__(self, event: Event) -> None:
         if self._left_out:
-            count, self._left_out = self._left_out, 0
+            count = self._left_out
+            self._left_out = 0
             self.write(f"  ({count} line{'s' if count > 1 else ''} left out: nobody read this output)")
         for line in event.fields.get("lines", ()):
             self.write(line)
@@ -181,7 +184,8 @@ class JsonLinesWriter:
     """
 
     def __init__(self, path: Path, owner: Owner | None = None) -> None:
-        self._path, self._owner = path, owner
+        self._path = path
+        self._owner = owner
         self._lost = False
         self._waiting = deque[str](maxlen=KEPT)
         self._since_write = 0  # lines that came after the last attempt to write

@@ -58,7 +58,9 @@ DENSE = JobFeature(
 
 
 def _has_turns(job: PlannedJob) -> Iterator[UserError]:
-    config, chosen, key = job.config, f"parallel.dense_updates={job.config.parallel.dense_updates}", "parallel.dense_updates"
+    config = job.config
+    chosen = f"parallel.dense_updates={job.config.parallel.dense_updates}"
+    key = "parallel.dense_updates"
     if config.parallel.dense == "a":
         yield UserError(f"{chosen} needs turns; parallel.dense=a has all samples in one", job.where(key), "parallel.dense=c or b")
     if config.batch.size < config.parallel.dense_updates:

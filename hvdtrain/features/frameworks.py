@@ -76,7 +76,8 @@ def _exclusion(key: str, row: Supported) -> Exclusion:
 
 def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:
     """A callback of a synchronized norm, and the units of stage 3, are of one device."""
-    config, where = job.config, job.where("speed.devices")
+    config = job.config
+    where = job.where("speed.devices")
     set_to = f"speed.devices={config.speed.devices}"
     if config.framework != "jax":
         fix = "as many ranks as there are devices; or framework=jax"

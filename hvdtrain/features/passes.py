@@ -10,7 +10,8 @@ from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, amo
 
 def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
     """A synchronized norm is over the samples of all ranks in a pass; of a rank's share in several passes they depend on the ranks."""
-    config, micro = job.config, job.config.batch.micro
+    config = job.config
+    micro = job.config.batch.micro
     if config.norm.kind != "sync":
         return
     largest = max(config.batch.size, *config.recipe.grow_to, config.recipe.batch_max or 0)

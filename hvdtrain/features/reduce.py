@@ -145,9 +145,11 @@ ADASUM = JobFeature(
 
 
 def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
-    config, steps = job.config, job.config.comm.local_steps
+    config = job.config
+    steps = job.config.comm.local_steps
     for section in (config.log, config.checkpoint, config.evaluate):
-        key, every = f"{section.section}.every_steps", section.every_steps
+        key = f"{section.section}.every_steps"
+        every = section.every_steps
         if every is not None and every % steps:
             what = f"comm.local_steps={steps} does not divide {key}={every}; ranks synchronize at both"
             next_multiple = -(-every // steps) * steps

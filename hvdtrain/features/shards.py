@@ -23,7 +23,8 @@ def _makes_process_groups(job: PlannedJob) -> Iterator[UserError]:
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
     """Ranks of stage 2 keep the gradients of one micro-batch, those of stage 3 none."""
-    batch, stage = job.config.batch, job.config.shard.stage
+    batch = job.config.batch
+    stage = job.config.shard.stage
     if not job.config.log.noise_scale or stage < 2:
         return
     several = batch.micro == "auto" or (isinstance(batch.micro, int) and -(-batch.size // job.ranks) > batch.micro)

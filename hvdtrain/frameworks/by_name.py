@@ -22,7 +22,8 @@ def build_model(config: Config, task: Task, folder: str, more: Mapping[str, Any]
     Both get those of Task.sizes that their parameters have the names of, the user's own those of `more` too. Raises UserError where
     a plugin needs another one, or options do not fit.
     """
-    name, where = config.model.name, config.where("model.name")
+    name = config.model.name
+    where = config.where("model.name")
     if not plugins.is_dotted(name):
         build = plugins.load(folder, name, where).build
         signature = inspect.signature(build)
@@ -65,7 +66,8 @@ def build_rule(config: Config) -> Rule:
 
     Raises UserError for a user's own optimizer, which is not a rule.
     """
-    name, where = config.optim.name, config.where("optim.name")
+    name = config.optim.name
+    where = config.where("optim.name")
     if plugins.is_dotted(name):
         kind = {"torch": "a torch optimizer", "optax": "a function of optax"}.get(re.split("[.:]", name)[0], "code of your own")
         takes = {"torch": " or a class of torch.optim", "jax": " or a function of optax"}.get(config.framework, "")
@@ -121,12 +123,14 @@ def _check_rest(config: Config, shapes: Mapping[str, tuple[int, ...]], given: Se
 
 
 def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    groups, where = config.optim.groups, config.where("optim.groups")
+    groups = config.optim.groups
+    where = config.where("optim.groups")
     excludes = config.optim.exclude == "norms_and_biases"
     number_of = {name: number_of_group(name, [group.names for group in groups]) for name in shapes} if groups else {}
     for number, group in enumerate(groups):
         entry = f"optim.groups[{number}], names={short(group.names)},"
-        own, fitting = [name for name in shapes if number_of[name] == number], _fitting(group.names, shapes)
+        own = [name for name in shapes if number_of[name] == number]
+        fitting = _fitting(group.names, shapes)
         if not fitting:
             raise UserError(f"{entry} fits no parameter of the model", where, _meant(group.names, shapes))
         if not own:

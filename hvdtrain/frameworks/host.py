@@ -88,7 +88,10 @@ class HostLearner(Learner):
     """A rank's model with its weights and optimizer state as NumPy arrays; gradients are reduced by one allreduce."""
 
     def __init__(self, config: Config, task: Task, model: HostModel, rule: Rule, communicator: Communicator, dtype: np.dtype[Any]) -> None:
-        self.config, self.task, self.model, self.communicator = config, task, model, communicator
+        self.config = config
+        self.task = task
+        self.model = model
+        self.communicator = communicator
         self.notes = model.notes
         self.data = self.readers = communicator
         self.skips_nonfinite = config.guard.nonfinite == "skip"

@@ -318,7 +318,8 @@ class Model(HostModel):
 
     def __init__(self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         """Raises UserError where the model fails for inputs of the task, or gives something else than the task needs."""
-        self.model, self._dtype = model, dtype
+        self.model = model
+        self._dtype = dtype
         self.module = model
         self.notes = check_and_describe(users_object(model, config), config.where("model.name"))
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()

@@ -124,7 +124,8 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
     for one in (model, original):
         if not one.built:
             one(x)
-    copies, variables = dict(named_variables(model)), dict(named_variables(original))
+    copies = dict(named_variables(model))
+    variables = dict(named_variables(original))
     if different := sorted(copies.keys() ^ variables.keys()):
         what = (
             f"the copy of model={type(original).__name__} that is trained has other variables than the object: {', '.join(different[:4])}"

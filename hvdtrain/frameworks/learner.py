@@ -301,7 +301,8 @@ def gather_one(
     communicator: Communicator, name: str, shape: tuple[int, ...], own: np.ndarray, runs: Sequence[Sequence[tuple[int, int]]]
 ) -> np.ndarray:
     """The whole of an array of which this rank has the elements `own`; runs[rank]: where those of a rank lie. A collective."""
-    parts, done = communicator.allgather(own, f"gather.{name}"), 0
+    parts = communicator.allgather(own, f"gather.{name}")
+    done = 0
     whole = np.empty(shape, parts.dtype).reshape(-1)
     for first, behind in itertools.chain.from_iterable(runs):
         whole[first:behind] = parts[done : done + behind - first]
@@ -333,7 +334,8 @@ def check_maker(maker: str, names: Iterable[str]) -> None:
     state = [name for name in names if name.startswith("s.")]
     theirs = next((name.removeprefix(MADE_BY) for name in state if name.startswith(MADE_BY)), "")
     if state and theirs != maker:
-        there, here = theirs or "one of hvdtrain's own optimizers", maker or "one of hvdtrain's own"
+        there = theirs or "one of hvdtrain's own optimizers"
+        here = maker or "one of hvdtrain's own"
         fix = f"optim.name={theirs}" if theirs else "the optim.name of its run folder's config.yaml"
         raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
 

@@ -47,7 +47,8 @@ class Samples:
         """So many parts of the samples, in order. One without samples has the first sample, which does not count there."""
         found = []
         for part in range(number):
-            begin, end = (len(self) * part // number, len(self) * (part + 1) // number)
+            begin = len(self) * part // number
+            end = len(self) * (part + 1) // number
             rows = slice(begin, end) if end > begin else slice(0, 1)
             count = min(end, self.count) - min(begin, self.count)
             found.append(replace(self, fields={name: array[rows] for name, array in self.fields.items()}, count=count))

@@ -40,7 +40,8 @@ class HostStopwatch:
         self._stamps.append((phase, time.perf_counter()))
 
     def read(self) -> list[PhaseTimes]:
-        stamps, self._stamps = self._stamps, []
+        stamps = self._stamps
+        self._stamps = []
         return phase_times([(phase, b - a) for (phase, a), (_, b) in itertools.pairwise(stamps)])
 
 
@@ -74,7 +75,8 @@ class ReplaceableStopwatch:
     @contextmanager
     def replaced_by(self, other: Stopwatch) -> Iterator[None]:
         """Phases that are entered inside go to `other`."""
-        before, self.current = self.current, other
+        before = self.current
+        self.current = other
         try:
             yield
         finally:

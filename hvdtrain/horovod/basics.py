@@ -195,7 +195,8 @@ class ProcessSet:
         """The place of this rank in it; None where it is not added. Raises ValueError on other ranks."""
         if self.process_set_id is None:
             return None
-        ranks, rank = JOB.engine.ranks_of(self.process_set_id), JOB.engine.rank
+        ranks = JOB.engine.ranks_of(self.process_set_id)
+        rank = JOB.engine.rank
         if rank not in ranks:
             raise BadCall(
                 f"rank {rank} is not part of the process set of ranks {ranks}", "process_set.rank()", "process_set.included() first"
@@ -256,5 +257,6 @@ def end_process_sets() -> None:
 def _world_ranks(comm: Any) -> list[int]:
     from hvdtrain.comm.mpi import load
 
-    group, world = comm.Get_group(), load().COMM_WORLD.Get_group()
+    group = comm.Get_group()
+    world = load().COMM_WORLD.Get_group()
     return [int(rank) for rank in group.Translate_ranks(list(range(group.Get_size())), world)]

@@ -31,7 +31,10 @@ class Call:
         """given: a tensor; a list of them where it is grouped."""
         given = list(given) if grouped else [given]
         self._grouped = grouped
-        self.set_id, self._kind, self._given, self._in_place = process_set.process_set_id, kind, given, in_place
+        self.set_id = process_set.process_set_id
+        self._kind = kind
+        self._given = given
+        self._in_place = in_place
         self.name = JOB.name(kind, name, self.set_id)
         self.where = f"{kind} {self.name!r}"
         converted = [as_torch(x, self.where, in_place=in_place) for x in given]

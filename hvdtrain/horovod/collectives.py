@@ -51,7 +51,8 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
+        ctx.root_rank = root_rank
+        ctx.process_set = process_set
         return own(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
 
     @staticmethod
@@ -94,12 +95,14 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor) -> Any:
         found = synchronize(_start_gather(Call("allgather", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)))
-        ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
+        ctx.process_set = process_set
+        ctx.rows = [len(tensor) for tensor in tensors]
         return tuple(map(own, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        process_set, rows = ctx.process_set, ctx.rows
+        process_set = ctx.process_set
+        rows = ctx.rows
         lengths = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))  # (ranks, tensors)
         before = lengths[: process_set.rank()].sum(0).tolist()
         return (None, None, None, *gradients.of_allgather(grads, before, rows, reduce_over(process_set)))
@@ -112,7 +115,8 @@ def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, 
     """
     call = Call("alltoall", tensor, name, process_set)
     call.needs_rows()
-    rows, size = len(call.tensors[0]), process_set.size() or 1
+    rows = len(call.tensors[0])
+    size = process_set.size() or 1
     if splits is None:
         if rows % size:
             what = f"splits not provided, but the first dimension {rows} is not an even multiple of {size} ranks"
@@ -148,7 +152,9 @@ class _Alltoall(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Any:
         found, received = synchronize(alltoall_async(tensor, splits, name, process_set))
         sent = len(tensor) if splits is None else sum(int(n) for n in splits)
-        ctx.received, ctx.process_set, ctx.unsent = received, process_set, len(tensor) - sent
+        ctx.received = received
+        ctx.process_set = process_set
+        ctx.unsent = len(tensor) - sent
         ctx.mark_non_differentiable(received)
         return own(found), received
 
@@ -236,7 +242,9 @@ class _Reducescatter(torch.autograd.Function):
         call = Call("reducescatter", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
         gradients.check_reducescatter(op, call.where)
         found = synchronize(_start_scatter(call, op, pre, post))
-        ctx.op, ctx.factors, ctx.process_set = op, (pre, post), process_set
+        ctx.op = op
+        ctx.factors = (pre, post)
+        ctx.process_set = process_set
         return tuple(map(own, found if grouped else [found]))
 
     @staticmethod
@@ -260,7 +268,9 @@ def sparse_allreduce_async(
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
-        found_values, found_indices, ranks = synchronize(values), synchronize(indices), len(synchronize(givers))
+        found_values = synchronize(values)
+        found_indices = synchronize(indices)
+        ranks = len(synchronize(givers))
         if op == Average:
             found_values = found_values / ranks
         return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, device=found_values.device, check_invariants=False)

@@ -152,7 +152,8 @@ class _Handler:
 
     def __init__(self, value: _Stateful, broadcast: Callable[[Any], None]) -> None:
         """broadcast: makes the object that of rank 0."""
-        self._value, self._broadcast = value, broadcast
+        self._value = value
+        self._broadcast = broadcast
         self.save()
 
     def save(self) -> None:
@@ -183,13 +184,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         """seed: the same on every rank."""
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
         self.epoch = self.processed_num = 0  # epoch, and how many samples of it all ranks together have had
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, with an order of its own."""
-        self.epoch, self.processed_num = epoch, 0
+        self.epoch = epoch
+        self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -200,12 +204,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
         """Divides what is left among the ranks that there are now."""
-        self.num_replicas, self.rank = JOB.engine.size, JOB.engine.rank
+        self.num_replicas = JOB.engine.size
+        self.rank = JOB.engine.rank
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)

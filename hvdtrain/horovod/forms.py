@@ -123,7 +123,8 @@ def _is_sparse(thing: Any) -> bool:
 
 
 def _sparse_content(tensor: torch.Tensor) -> list[Any]:
-    plain, more = tensor.detach(), [list(tensor.shape), tensor.requires_grad]
+    plain = tensor.detach()
+    more = [list(tensor.shape), tensor.requires_grad]
     if tensor.layout == torch.sparse_coo:
         return ["coo", plain._indices(), plain._values(), plain.is_coalesced(), *more]
     by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
@@ -163,7 +164,8 @@ def _is_table(name: str, thing: Any) -> bool:
 
 def _values_content(values: Any) -> list[Any]:
     """Values of a Series or an Index: numbers of NumPy, categories, times of a zone, or a dtype that its name tells."""
-    pandas, dtype = _pandas(), values.dtype
+    pandas = _pandas()
+    dtype = values.dtype
     if isinstance(dtype, np.dtype):
         return ["numpy", np.asarray(values)]
     if isinstance(dtype, pandas.CategoricalDtype):
@@ -235,7 +237,8 @@ def _frame_content(frame: Any) -> list[Any]:
 def _frame(content: Any) -> Any:
     """Columns by their places: two may have one name."""
     columns, names, index, attrs = content
-    pandas, rows = _pandas(), _index(index)
+    pandas = _pandas()
+    rows = _index(index)
     by_place = {
         place: pandas.Series(_values(values), rows, dtype=object if _has_objects(values) else None) for place, values in enumerate(columns)
     }

@@ -58,13 +58,17 @@ class Job:
         if self._engine is not None:
             return
         if not self._watches_failure:
-            self._watches_failure, self._pid, self._hook = True, os.getpid(), sys.excepthook
+            self._watches_failure = True
+            self._pid = os.getpid()
+            self._hook = sys.excepthook
             sys.excepthook = self._fail
         if self._idle is None or comm != self._comm:
             hook = sys.excepthook
-            self._idle, self._comm = connect(comm), comm
+            self._idle = connect(comm)
+            self._comm = comm
             sys.excepthook = hook  # torch.distributed puts its own around it, which keeps the traceback until ours returns: after the abort
-        self._engine, self._idle = self._idle, None
+        self._engine = self._idle
+        self._idle = None
         self._numbers.clear()
         if not self._watches_exit:
             self._watches_exit = True
@@ -76,7 +80,8 @@ class Job:
         if engine is not None:
             self._forget()
             engine.leave()
-            self._engine, self._idle = None, engine
+            self._engine = None
+            self._idle = engine
 
     def be_elastic(self) -> None:
         """Before a loss, where the engine can go on after one. A collective."""
@@ -177,7 +182,8 @@ def connect(comm: Any) -> Engine:
 
     comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator.
     """
-    place, settings = placement(os.environ), settings_of(os.environ)
+    place = placement(os.environ)
+    settings = settings_of(os.environ)
     allow_open_files(place.size)
     take_part_of_gpu(place, os.environ)
     name = engine_name(os.environ, place)

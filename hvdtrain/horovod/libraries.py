@@ -37,7 +37,8 @@ def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
 
 def value_of(variable: Any) -> Any:
     """The tensor in a variable of Keras or TensorFlow; what is no variable is returned."""
-    keras, tf = sys.modules.get("keras"), tensorflow()
+    keras = sys.modules.get("keras")
+    tf = tensorflow()
     if keras is not None and isinstance(variable, keras.Variable):
         return value_of(variable.value)
     return tf.convert_to_tensor(variable) if tf is not None and isinstance(variable, tf.Variable) else variable

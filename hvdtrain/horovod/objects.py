@@ -269,7 +269,8 @@ def _content(form: forms.Form, thing: Any, where: str, place: str) -> Any:
 
 
 def _of_class(thing: Any, where: str, place: str) -> _Member | _Flags | _Fields | _Dataclass:
-    kind, path = type(thing), forms.path_of(type(thing))
+    kind = type(thing)
+    path = forms.path_of(type(thing))
     if isinstance(thing, enum.Enum):
         if thing.name not in kind.__members__:  # flags together
             return _Flags(*path, _plain(thing.value, where, place))

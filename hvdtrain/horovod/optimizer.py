@@ -82,7 +82,8 @@ class Group:
     """Parameters that are reduced as one."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
-        self.parameters, self.name = tuple(parameters), name
+        self.parameters = tuple(parameters)
+        self.name = name
         self.passes_left: list[int] = []  # of each parameter, until it is reduced
 
 
@@ -109,8 +110,10 @@ class Gradients:
         process_set: ProcessSet,
     ) -> None:
         """groups: of all parameters that are trained, or none. factors: prescale, postscale of an average."""
-        self.op, self.process_set = op, process_set
-        self._compression, self._factors = compression, factors
+        self.op = op
+        self.process_set = process_set
+        self._compression = compression
+        self._factors = factors
         self._sparse_as_dense = sparse_as_dense
         trained = [(parameter,) for parameter in names if parameter.requires_grad]
         self.groups = [Group(parameters, names[parameters[0]]) for parameters in groups or trained]
@@ -126,14 +129,16 @@ class Gradients:
             )
             return
         compressed = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
-        wires, ctxs = [wire for wire, _ in compressed], [ctx for _, ctx in compressed]
+        wires = [wire for wire, _ in compressed]
+        ctxs = [ctx for _, ctx in compressed]
         given = wires if self._is_grouped else wires[0]
         call = Call("allreduce", given, group.name, self.process_set, grouped=self._is_grouped, in_place=True)
         self.under_way[group] = UnderWay(call.start_reduction(self.op, *self._factors), ctxs, wires, JOB.first_handle)
 
     def finish(self) -> None:
         """The reductions that are under way, in the order in which they were started."""
-        under_way, self.under_way = self.under_way, {}
+        under_way = self.under_way
+        self.under_way = {}
         for group, found in under_way.items():
             if not isinstance(found.handle, int):
                 group.parameters[0].grad = found.handle()
@@ -144,7 +149,8 @@ class Gradients:
 
     def forget(self) -> None:
         """The reductions that are under way. They are waited for, so that their names are free again, where their job still runs."""
-        under_way, self.under_way = self.under_way, {}
+        under_way = self.under_way
+        self.under_way = {}
         if any(found.job != JOB.first_handle for found in under_way.values()):
             return
         for found in under_way.values():
@@ -176,8 +182,10 @@ class GradientSteps:
 
     def begin(self, gradients: Gradients, passes: int, takes_part: bool) -> None:
         """takes_part: whether there are other ranks to reduce with."""
-        self._gradients, self._takes_part = gradients, takes_part
-        self._synchronized, self._should_synchronize = False, True
+        self._gradients = gradients
+        self._takes_part = takes_part
+        self._synchronized = False
+        self._should_synchronize = True
         self.set_backward_passes_per_step(passes)
         if takes_part:
             for group in gradients.groups:
@@ -268,7 +276,8 @@ class GradientSteps:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads a state as the optimizer's own method does; a step that was begun is forgotten."""
         self._gradients.forget()
-        self._synchronized, self._should_synchronize = False, True
+        self._synchronized = False
+        self._should_synchronize = True
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         base: Any = super()
         load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
@@ -345,7 +354,9 @@ class AdasumSteps:
     """
 
     def begin(self, names: Names, compression: type[Compressor], passes: int, process_set: ProcessSet) -> None:
-        self._names, self._compression, self._process_set = names, compression, process_set
+        self._names = names
+        self._compression = compression
+        self._process_set = process_set
         self._trained = [parameter for parameter in names if parameter.requires_grad]
         self.backward_passes_per_step = passes
 

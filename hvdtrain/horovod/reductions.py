@@ -151,7 +151,10 @@ class _Allreduce(torch.autograd.Function):
         call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
         found = synchronize(call.start_reduction(op, pre, post))
         results = tuple(map(own, found if grouped else [found]))
-        ctx.op, ctx.factors, ctx.reduce, ctx.where = op, (pre, post), reduce_over(process_set, grouped), call.where
+        ctx.op = op
+        ctx.factors = (pre, post)
+        ctx.reduce = reduce_over(process_set, grouped)
+        ctx.where = call.where
         ctx.shares = gradients.shares(op, ctx.factors, tensors, results)  # here: a backward() frees nothing of it
         ctx.has_zeros = op == Product and any(bool((x == 0).any()) for x in tensors)
         if op == Product:  # of which the second derivative goes through the values

@@ -56,7 +56,9 @@ class _Normalize(torch.autograd.Function):
         mean_here = values.mean(axes) if len(x) else values.new_zeros(x.size(1))
         squares_here = (values - _spread(mean_here, x)).square().sum(axes)
         gathered = allgather(torch.cat([own_count, mean_here, squares_here])[None])  # (ranks, 1 + 2 C)
-        counts, means, squares = gathered[:, :1], gathered[:, 1 : 1 + x.size(1)], gathered[:, 1 + x.size(1) :]
+        counts = gathered[:, :1]
+        means = gathered[:, 1 : 1 + x.size(1)]
+        squares = gathered[:, 1 + x.size(1) :]
         count = counts.sum()
         mean = (means * counts).sum(0) / count
         # Chan et al. 1983: the squares around the mean of all are those around the means of the ranks, and what these are apart.
@@ -74,7 +76,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         normal, scale, weight, count = ctx.saved_tensors
         grad, axes = grads[0].to(normal.dtype), [0, *range(2, normal.dim())]
-        sum_here, product_here = grad.sum(axes), (grad * normal).sum(axes)
+        sum_here = grad.sum(axes)
+        product_here = (grad * normal).sum(axes)
         of_input = None
         if ctx.needs_input_grad[0]:
             sums, products = allreduce(torch.stack([sum_here, product_here]), op=Sum) / count

@@ -76,7 +76,8 @@ class Grouped:
         return self.rule.momentum
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        rule, number = self.rule.of_parameter(name, shape, excluded), number_of_group(name, [group.names for group in self.groups])
+        rule = self.rule.of_parameter(name, shape, excluded)
+        number = number_of_group(name, [group.names for group in self.groups])
         if number is None:
             return rule
         group = self.groups[number]
@@ -125,7 +126,8 @@ class Thawing:
         return self.rule.momentum
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        rule, number = self.rule.of_parameter(name, shape, excluded), number_of_entry(name, self.entries)
+        rule = self.rule.of_parameter(name, shape, excluded)
+        number = number_of_entry(name, self.entries)
         return rule if number is None else Thawed(rule, number)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:

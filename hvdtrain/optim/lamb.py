@@ -34,7 +34,8 @@ class Lamb:
         u = ops.axpy(h.weight_decay, P, ops.scale(adam.factor, adam.direction))
         if not self.adapt:
             return ops.axpy(-h.lr, u, P), adam.state
-        weight_norm, step_norm = ops.norm(P), ops.norm(u)
+        weight_norm = ops.norm(P)
+        step_norm = ops.norm(u)
         trust_ratio = ratio_or_one(weight_norm, step_norm, both_positive(weight_norm, step_norm), ops)
         return ops.axpy(-h.lr * trust_ratio, u, P), adam.state
 

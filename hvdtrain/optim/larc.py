@@ -46,7 +46,8 @@ class Larc:
     def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> _Factors:
         if not self.adapt:
             return _Factors(1.0, h.weight_decay)
-        weight_norm, gradient_norm = ops.norm(p), ops.norm(g)
+        weight_norm = ops.norm(p)
+        gradient_norm = ops.norm(g)
         scaled = both_positive(weight_norm, gradient_norm)
         a = ratio_or_one(self.trust * weight_norm, gradient_norm + h.weight_decay * weight_norm + self.eps, scaled, ops)
         if self.mode == "clip":

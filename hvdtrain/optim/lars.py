@@ -41,7 +41,8 @@ class Lars:
     def _trust_ratio(self, g: Array, p: Array, h: Hyper, ops: Ops) -> Scalar | float:
         if not self.adapt:
             return 1.0
-        weight_norm, gradient_norm = ops.norm(p), ops.norm(g)
+        weight_norm = ops.norm(p)
+        gradient_norm = ops.norm(g)
         denominator = gradient_norm + h.weight_decay * weight_norm + self.eps
         return ratio_or_one(self.trust * weight_norm, denominator, both_positive(weight_norm, gradient_norm), ops)
 

@@ -41,7 +41,8 @@ class Muon:
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
         if len(shape) < 2 or any(fnmatchcase(name, pattern) for pattern in self.rest):
             return self.rule_of_rest
-        rows, columns = shape[0], math.prod(shape[1:])
+        rows = shape[0]
+        columns = math.prod(shape[1:])
         scales = {"original": max(1.0, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5, "none": 1.0}
         return replace(self, factor=scales[self.adjust], rows=rows if self.unit_rows else 0, rest=())
 

@@ -70,7 +70,9 @@ def newton_schulz(x: Array, rounds: int, eps: float, norm: Scalar) -> Array:
     x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. The matrix is transposed where it is tall: less work.
     Source: Jordan 2024, kellerjordan.github.io/posts/muon, as torch.optim.Muon has it.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     tall = x.shape[-2] > x.shape[-1]
     x = x.swapaxes(-1, -2) if tall else x
     x = x / norm.clip(eps)

@@ -118,7 +118,8 @@ def _of_one_model(config: Config) -> str:
 
 def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:
     """Which of the two keys sets the global batch, where batch.per_rank is set."""
-    size_origin, per_rank_origin = config.origin("batch.size"), config.origin("batch.per_rank")
+    size_origin = config.origin("batch.size")
+    per_rank_origin = config.origin("batch.per_rank")
     if size_origin == DEFAULT:
         return "batch.per_rank"
     if size_origin == COMMAND_LINE and per_rank_origin != COMMAND_LINE:

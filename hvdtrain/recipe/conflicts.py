@@ -80,7 +80,8 @@ def _plateau(config: Config) -> Iterator[UserError]:
 
 
 def _one_cycle(config: Config) -> Iterator[UserError]:
-    recipe, where = config.recipe, config.where("recipe.schedule")
+    recipe = config.recipe
+    where = config.where("recipe.schedule")
     momentum = recipe.cycle_momentum
     if recipe.schedule == "one_cycle" and read_length(recipe.warmup).amount:
         yield UserError("recipe.schedule=one_cycle has its own warm-up, 30% of the job", config.where("recipe.warmup"), "recipe.warmup=0")
@@ -97,7 +98,8 @@ def _one_cycle(config: Config) -> Iterator[UserError]:
 
 
 def _function(config: Config) -> Iterator[UserError]:
-    recipe, where = config.recipe, config.where("recipe.function")
+    recipe = config.recipe
+    where = config.where("recipe.function")
     if recipe.function is None:
         return
     if recipe.schedule != "constant" or recipe.chain:
@@ -109,7 +111,8 @@ def _function(config: Config) -> Iterator[UserError]:
 
 
 def _chain(config: Config) -> Iterator[UserError]:
-    chain, where = config.recipe.chain, config.where("recipe.chain")
+    chain = config.recipe.chain
+    where = config.where("recipe.chain")
     for index, piece in enumerate(chain):
         name = f"recipe.chain[{index}]"
         yield from _not_rising(f"{name}.milestones", piece.milestones, where)
@@ -124,7 +127,8 @@ def _chain(config: Config) -> Iterator[UserError]:
 
 def _warmup(config: Config) -> Iterator[UserError]:
     """Errors of a warm-up in epochs; others are compared where the data are known (recipe/from_config.py)."""
-    length, epochs = read_length(config.recipe.warmup), total_epochs(config)
+    length = read_length(config.recipe.warmup)
+    epochs = total_epochs(config)
     if length.unit != "epochs" or epochs is None or not needs_time_after_warmup(config.recipe):
         return
     if length.amount * epoch_multiplier(config) >= epochs:

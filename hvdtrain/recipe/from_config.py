@@ -63,7 +63,8 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
 
 
 def _plateau(config: Config, warmup: float) -> PlateauRule | None:
-    recipe, peak = config.recipe, peak_lr(config)
+    recipe = config.recipe
+    peak = peak_lr(config)
     if recipe.schedule != "plateau":
         return None
     return PlateauRule(
@@ -79,7 +80,9 @@ def _plateau(config: Config, warmup: float) -> PlateauRule | None:
 
 
 _RISE = 0.3  # of the job: pct_start of torch's OneCycleLR, and its div_factor and final_div_factor
-_START, _END = 1 / 25, 1 / 25 / 1e4  # shares of the rate
+# shares of the rate
+_START = 1 / 25
+_END = 1 / 25 / 1e4
 
 
 def _momentum_cycle(config: Config, end: float) -> OneCycle | None:
@@ -145,7 +148,9 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
 
     Raises UserError where the warm-up leaves nothing of the job to the schedule.
     """
-    recipe, warmup, end = config.recipe, warmup_epochs(config, time, growth), time.end(growth)
+    recipe = config.recipe
+    warmup = warmup_epochs(config, time, growth)
+    end = time.end(growth)
     if warmup >= end and needs_time_after_warmup(recipe):
         length = _with_epochs(read_length(recipe.warmup), warmup)
         what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} to the schedule"
@@ -178,13 +183,17 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
 
 def batch_growth(config: Config, time: Clock) -> Growth:
     """The global batch over the whole job. Raises UserError where a change comes before the one before it."""
-    recipe, first = config.recipe, config.batch.size
+    recipe = config.recipe
+    first = config.batch.size
     if recipe.growth == "decays":
         assert recipe.batch_max is not None  # check_recipe()
-        key, lengths = "recipe.milestones", recipe.milestones
+        key = "recipe.milestones"
+        lengths = recipe.milestones
         to = batches_instead_of_decays(first, len(lengths), recipe.gamma, recipe.batch_max)
     else:
-        key, lengths, to = "recipe.grow_at", recipe.grow_at, tuple(recipe.grow_to)
+        key = "recipe.grow_at"
+        lengths = recipe.grow_at
+        to = tuple(recipe.grow_to)
     growth = Growth(first)
     for length in lengths:  # steps are counted by the batches before
         at = (*growth.at, time.after(0.0, read_length(length), growth, config.where(key)))
@@ -232,7 +241,8 @@ def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: 
 
     Raises UserError where the last piece begins at the end of the job or later.
     """
-    pieces, end = schedule_pieces(config.recipe), time.end(growth)
+    pieces = schedule_pieces(config.recipe)
+    end = time.end(growth)
     key = "recipe.chain" if config.recipe.chain else "recipe.milestones"
     where = config.where(key)
     starts = [warmup if config.recipe.chain else 0.0]

@@ -274,15 +274,18 @@ class PlateauRule:
             return state
         share, best, bad, cooldown = state
         if self._is_better(value, best, better):
-            best, bad = value, 0
+            best = value
+            bad = 0
         else:
             bad += 1
         if cooldown:
-            cooldown, bad = cooldown - 1, 0
+            cooldown = cooldown - 1
+            bad = 0
         if bad > self.patience:
             lower = max(share * self.gamma, self.least)
             share = lower if (share - lower) * self.peak > LEAST_CHANGE else share
-            cooldown, bad = self.cooldown, 0
+            cooldown = self.cooldown
+            bad = 0
         return Plateau(share, best, bad, cooldown)
 
     def _is_better(self, value: float, best: float | None, better: Better) -> bool:

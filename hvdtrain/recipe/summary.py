@@ -49,7 +49,8 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
 
 def noise_summary(config: Config) -> str:
     """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance 2; empty where there is none."""
-    recipe, parts = config.recipe, []
+    recipe = config.recipe
+    parts = []
     if recipe.gradient_noise:
         parts.append(f"gradient noise of variance {recipe.gradient_noise:g} / (1 + step)^0.55")
     if recipe.sample_noise:
@@ -76,7 +77,8 @@ def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
     lengths = [int(later - earlier) for earlier, later in itertools.pairwise(ends)]
     if not any(length % local_steps for length in lengths):
         return []
-    least, most = min(lengths), max(lengths)
+    least = min(lengths)
+    most = max(lengths)
     steps = f"{most} step{'s' if most > 1 else ''}" if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
     after = f"after each {local_steps} local steps, and at the end of each epoch, of {steps}"
     return [f"averages of the weights {after}: the count begins again there"]
@@ -84,8 +86,11 @@ def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
 
 def _peak_and_warmup(config: Config, multiplier: int) -> str:
     """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1)"""
-    recipe, base_lr, peak = config.recipe, config.optim.base_lr, peak_lr(config)
-    line, notes = f"lr {base_lr:g}", []
+    recipe = config.recipe
+    base_lr = config.optim.base_lr
+    peak = peak_lr(config)
+    line = f"lr {base_lr:g}"
+    notes = []
     if peak != base_lr:
         ratio = f"{config.batch.size}/{base_batch(config)}"
         line += f" x {ratio if recipe.scale == 'linear' else f'sqrt({ratio})'} = {peak:g}"
@@ -101,7 +106,8 @@ def _peak_and_warmup(config: Config, multiplier: int) -> str:
 
 def _rates_of_grown_batches(config: Config, dataset: int, context: int | None) -> str:
     """0.16 from epoch 2, 0.04 from epoch 3.5"""
-    growth, peak = batch_growth(config, clock(config, dataset, context)), peak_lr(config)
+    growth = batch_growth(config, clock(config, dataset, context))
+    peak = peak_lr(config)
     rates = []
     for epoch, batch in zip(growth.at, growth.to, strict=True):
         rates.append(f"{peak * scaling(config.recipe.scale, batch, growth.first):g} from epoch {epoch:g}")

@@ -106,7 +106,8 @@ def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
     lines = []
     nonfinite = run.events_of("nonfinite")
     if nonfinite:
-        first, last = nonfinite[0], nonfinite[-1]
+        first = nonfinite[0]
+        last = nonfinite[-1]
         steps = f"step {first['step']}" if len(nonfinite) == 1 else f"{len(nonfinite)} times, steps {first['step']} to {last['step']}"
         lines.append(f"a loss or gradient was not finite: {steps}; policy {last.get('policy')}")
     failed = run.events_of("checkpoint_failed")

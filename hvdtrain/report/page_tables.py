@@ -215,7 +215,8 @@ def ranks(run: RunRecord) -> Table:
     work_ms = summary.rank_work_ms(run)
     measured = [rank for rank in range(len(work_ms)) if math.isfinite(work_ms[rank])]
     slowest_first = sorted(measured, key=lambda rank: -work_ms[rank])
-    found, medians = summary.mesh_of(run), summary.median_of_stage(run, work_ms)
+    found = summary.mesh_of(run)
+    medians = summary.median_of_stage(run, work_ms)
     rows = [
         [
             str(rank),

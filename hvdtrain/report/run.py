@@ -314,7 +314,8 @@ def evaluated_data(evaluation: Fields) -> str:
 
 def class_results(evaluation: Fields) -> list[ClassResult]:
     """By label; empty where they are not recorded."""
-    samples, accuracies = numbers(evaluation, "class_samples"), numbers(evaluation, "class_accuracy")
+    samples = numbers(evaluation, "class_samples")
+    accuracies = numbers(evaluation, "class_accuracy")
     if len(samples) != len(accuracies):
         return []
     mistakes = _most_frequent_mistakes(evaluation.get("confused"), len(samples))

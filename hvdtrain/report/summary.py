@@ -125,7 +125,8 @@ def energy_summary(run: RunRecord) -> str:
     if not isinstance(energy, dict):
         return "not recorded"
     lost = _lost_counters(run, set(energy))
-    measured, missing = [], []
+    measured = []
+    missing = []
     for kind, reason in energy.items():
         name = _ENERGY_NAMES.get(str(kind), str(kind))
         why = reason or lost.get(kind, "")
@@ -185,7 +186,8 @@ def straggler(run: RunRecord) -> Straggler | None:
     known = finite(work_ms)
     if len(known) < 2:
         return None
-    mesh, medians = mesh_of(run), median_of_stage(run, work_ms)
+    mesh = mesh_of(run)
+    medians = median_of_stage(run, work_ms)
     measured = [rank for rank, ms in enumerate(work_ms) if math.isfinite(ms)]
     rank = max(measured, key=lambda rank: (work_ms[rank] / medians[rank] if medians[rank] else 1.0, work_ms[rank]))
     place = mesh.name(rank) if mesh and rank < len(mesh.places) else ""
@@ -391,7 +393,8 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
     living: dict[int, Any] = {}  # host of each rank, by the numbers of the launcher
     before: Mapping[str, Any] = {}
     for event in run.events:
-        at, seconds = int(event["step"]), max(0.0, event["time"] - run.events[0]["time"])
+        at = int(event["step"])
+        seconds = max(0.0, event["time"] - run.events[0]["time"])
         if event["kind"] == "start":
             living = dict(enumerate(_list(event, "host_of_rank")))
             why = _why_started(before) if found else "started"

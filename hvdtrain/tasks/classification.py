@@ -176,7 +176,8 @@ def build(
     for source in (train, val):
         if not isinstance(source, LabelledImages):
             check_fields(source, where)
-    x, classes = train.fields["x"], number_of_classes(train, val, ignore_label, where)
+    x = train.fields["x"]
+    classes = number_of_classes(train, val, ignore_label, where)
     counts = [(source.fields["x"], classes_of(source, ignore_label)) for source in (train, val)]
     if x[:2] != val.fields["x"][:2] or counts[1][1] > classes:
         found = [f"{kind.shape} with {count} classes" for kind, count in counts]
@@ -219,8 +220,11 @@ def _of_kind(ignored: int | None) -> type[Classification]:
 
 def restore(facts: dict[str, Any]) -> Classification:
     """The task of Classification.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
-    shape, classes, dtype = tuple(facts["shape"]), facts["classes"], np.dtype(facts.get("dtype", "uint8")).name
-    mean, std = np.array(facts["mean"], np.float64), np.array(facts["std"], np.float64)
+    shape = tuple(facts["shape"])
+    classes = facts["classes"]
+    dtype = np.dtype(facts.get("dtype", "uint8")).name
+    mean = np.array(facts["mean"], np.float64)
+    std = np.array(facts["std"], np.float64)
     images = is_image(Field(dtype, shape))
     if not _are_counts([*shape, classes]) or (dtype == "uint8" and "dtype" not in facts and not images) or math.prod(shape) > _MOST:
         raise ValueError("impossible shape or classes")
@@ -228,7 +232,8 @@ def restore(facts: dict[str, Any]) -> Classification:
     ignored = facts.get("ignore_label")
     if not (ignored is None or (type(ignored) is int and abs(ignored) < _MOST_LABEL)):
         raise ValueError("impossible ignore_label")
-    top_k, weights = facts.get("top_k"), facts.get("class_weights")
+    top_k = facts.get("top_k")
+    weights = facts.get("class_weights")
     if top_k is not None and not (type(top_k) is int and 2 <= top_k < classes):
         raise ValueError("impossible top_k")
     if weights is not None and (len(weights) != classes or not all(math.isfinite(weight) and weight >= 0 for weight in weights)):
@@ -255,7 +260,9 @@ class NumpyClassification:
     where = staticmethod(np.where)  # of this framework
 
     def __init__(self, transform: Transform, place: Place, form: LossForm) -> None:
-        self._transform, self._dtype, self._form = transform, place.dtype, form
+        self._transform = transform
+        self._dtype = place.dtype
+        self._form = form
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, C H W) in the learner's number type; n may be 0."""
@@ -319,7 +326,8 @@ def _as_labels(y: Field | None) -> str:
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:
     """What the data declare, else one more than the largest label of both sets. Raises UserError where neither is known."""
-    of_train, of_val = classes_of(train, ignored), classes_of(val, ignored)
+    of_train = classes_of(train, ignored)
+    of_val = classes_of(val, ignored)
     for source in (train, val):
         _refuse_too_many(source, ignored, where)
     if of_train and of_val:
@@ -376,8 +384,10 @@ class LabelledPart:
     """Another part, and the sum "labelled": how many samples have a class, which is any label but `ignored`."""
 
     def __init__(self, part: Any, ignored: int | None) -> None:
-        self._part, self._ignored = part, ignored
-        self.inputs, self._where = part.inputs, part.where
+        self._part = part
+        self._ignored = ignored
+        self.inputs = part.inputs
+        self._where = part.where
 
     def each(self, outputs: Any, batch: Mapping[str, Any], training: bool) -> Each:
         has_class, with_classes = self._labels(batch)

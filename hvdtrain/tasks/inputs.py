@@ -30,7 +30,8 @@ class WithStats:
     """A source of images whose mean and deviation the configuration says; all else is the source's."""
 
     def __init__(self, source: Source, given: ColumnStats) -> None:
-        self._source, self.given = source, given
+        self._source = source
+        self.given = given
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_source"], name)
@@ -46,10 +47,12 @@ def without_stats(source: Source) -> Source:
 
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
     """The source with data.mean and data.std, where they are set; standardize: task.standardize. Raises UserError where they do not fit."""
-    mean, std = config.mean, config.std
+    mean = config.mean
+    std = config.std
     if not mean and not std:
         return source
-    where, x = config.where("mean" if mean else "std"), source.fields.get("x")
+    where = config.where("mean" if mean else "std")
+    x = source.fields.get("x")
     if x is None or not is_image(x):
         has = f"x is {x}" if x is not None else f"the data have {', '.join(source.fields)}, and no x"
         raise UserError(f"data.mean and data.std are of images x; {has}", where, "leave them out: task.standardize says what is done to x")
@@ -68,7 +71,8 @@ def column_stats(source: Source, name: str) -> ColumnStats:
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
         return ColumnStats(*source.stats())
-    field, samples = source.fields[name], len(source)
+    field = source.fields[name]
+    samples = len(source)
     most = max(1, _MOST_VALUES // max(1, math.prod(field.shape)))
     chosen = np.arange(samples)
     if samples > most:
@@ -155,7 +159,8 @@ class Transform:
         if not (self.is_of_images or self.is_standardized):
             return self._as_given(array)
         numbers = array.astype(self.dtype)
-        mean, std = self.mean.astype(self.dtype), self.std.astype(self.dtype)
+        mean = self.mean.astype(self.dtype)
+        std = self.std.astype(self.dtype)
         found: np.ndarray = ((numbers / np.asarray(255, self.dtype) if self.is_of_images else numbers) - mean) / std
         return np.ascontiguousarray(found.transpose(0, 3, 1, 2)) if self.is_of_images and not self.channels_last else found
 
@@ -215,7 +220,8 @@ def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
     elif "fields" in facts:  # a loss of a script
         dtype, shape = facts["fields"]["x"][:2]
     else:
-        dtype, shape = facts.get("dtype", "uint8"), facts["shape"]
+        dtype = facts.get("dtype", "uint8")
+        shape = facts["shape"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     if not all(type(size) is int and size >= 1 for size in x.shape):
         raise ValueError("impossible shape")

@@ -23,7 +23,9 @@ class JaxInputs:
     """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n, 1)."""
 
     def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
-        self._transform, self._dtype, self._keeps_integers = transform, place.dtype, users_model
+        self._transform = transform
+        self._dtype = place.dtype
+        self._keeps_integers = users_model
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x[:, None] if x.ndim == 1 else x
@@ -48,7 +50,8 @@ class JaxClassification:
     where = staticmethod(jnp.where)  # of this framework
 
     def __init__(self, inputs: JaxInputs, form: LossForm, *, turned: bool) -> None:
-        self._inputs, self._form = inputs, form
+        self._inputs = inputs
+        self._form = form
         self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)
 
     def inputs(self, batch: Arrays) -> jax.Array:
@@ -75,7 +78,10 @@ class JaxRegression:
     """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C)."""
 
     def __init__(self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
-        self._inputs, self._target_mean, self._loss, self._dtype = inputs, target_mean, loss, place.dtype
+        self._inputs = inputs
+        self._target_mean = target_mean
+        self._loss = loss
+        self._dtype = place.dtype
 
     def inputs(self, batch: Arrays) -> jax.Array:
         return self._inputs(batch["x"])
@@ -83,7 +89,8 @@ class JaxRegression:
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         target = batch["y"].astype(self._dtype).reshape(outputs.shape)  # (n, outputs)
         error = outputs - target
-        squares, absolute = jnp.square(error), jnp.abs(error)
+        squares = jnp.square(error)
+        absolute = jnp.abs(error)
         loss = (squares if self._loss == "squared_error" else absolute).mean(1)
         centred = target - jnp.asarray(self._target_mean, self._dtype)
         terms = {
@@ -100,7 +107,8 @@ class JaxMultilabel:
     """Logits (n, labels), y uint8 (n, labels). Images are uint8 (n, H, W, C)."""
 
     def __init__(self, inputs: JaxInputs, bins: int) -> None:
-        self._inputs, self._edges = inputs, edges_of_bins(bins)
+        self._inputs = inputs
+        self._edges = edges_of_bins(bins)
 
     def inputs(self, batch: Arrays) -> jax.Array:
         return self._inputs(batch["x"])
@@ -127,8 +135,13 @@ class JaxSegmentation:
         turned: bool,
     ) -> None:
         """turned: whether images of floats (n, C, H, W) become (n, H, W, C)."""
-        self._inputs, self._classes, self._pixels, self._ignored, self._dice = inputs, classes, pixels, ignored, dice
-        self._weights, self._turned = weights, turned
+        self._inputs = inputs
+        self._classes = classes
+        self._pixels = pixels
+        self._ignored = ignored
+        self._dice = dice
+        self._weights = weights
+        self._turned = turned
 
     def inputs(self, batch: Arrays) -> jax.Array:
         x = self._inputs(batch["x"])
@@ -142,7 +155,8 @@ class JaxSegmentation:
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         y = batch["y"]
         counts = jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored  # (n, H, W)
-        labels, pixels = jnp.where(counts, y, 0), counts.sum((1, 2))
+        labels = jnp.where(counts, y, 0)
+        pixels = counts.sum((1, 2))
         of_labels = jnp.take_along_axis(jax.nn.log_softmax(outputs, axis=1), labels[:, None], 1)[:, 0]
         if self._weights is not None:
             of_labels = of_labels * jnp.asarray(self._weights, outputs.dtype)[labels]
@@ -170,7 +184,8 @@ class JaxLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
     def __init__(self, ignore: int | None, smoothing: float) -> None:
-        self._ignore, self._smoothing = ignore, smoothing
+        self._ignore = ignore
+        self._smoothing = smoothing
 
     def inputs(self, batch: Arrays) -> jax.Array:
         """int32 (n, T)"""
@@ -192,7 +207,10 @@ class JaxFunctions:
     def __init__(self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place) -> None:
         if loss.ignore is not None or "class" in loss.facts:
             raise UserError("loss is a module of torch", "hvdtrain.train(), loss", "a function of JAX arrays, or framework=torch")
-        self._loss, self._inputs, self._fields, self._dtype = loss, inputs, fields, place.dtype
+        self._loss = loss
+        self._inputs = inputs
+        self._fields = fields
+        self._dtype = place.dtype
 
     def inputs(self, batch: Arrays) -> jax.Array:
         return self._inputs(batch["x"])
@@ -202,7 +220,8 @@ class JaxFunctions:
         return {"x": self.inputs(batch), **of_others}
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
-        loss, samples = self._loss.of(outputs, self.batch_for_user(batch)), len(batch["x"])
+        loss = self._loss.of(outputs, self.batch_for_user(batch))
+        samples = len(batch["x"])
         if tuple(getattr(loss, "shape", ("no array",))) != (samples,):
             found = tuple(getattr(loss, "shape", (type(loss).__name__,)))
             fix = "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
@@ -215,8 +234,10 @@ class JaxMeasured:
 
     def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
         refuse_parts(metrics)
-        self._part, self._metrics = part, metrics
-        self.inputs, self.outputs_of = part.inputs, outputs_of(part)
+        self._part = part
+        self._metrics = metrics
+        self.inputs = part.inputs
+        self.outputs_of = outputs_of(part)
         self.counts_exactly = counts_exactly(part)
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:

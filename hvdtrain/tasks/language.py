@@ -138,7 +138,8 @@ def build(name: str, train: Source, val: Source, where: str, users_model: bool =
 
 def restore(facts: dict[str, Any]) -> Language:
     """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
-    tokens, ignore = field_of_facts(facts["tokens"]), facts["ignore"]
+    tokens = field_of_facts(facts["tokens"])
+    ignore = facts["ignore"]
     (length,), vocabulary = tokens.shape, tokens.values
     if not all(type(size) is int and 1 <= size <= _MOST for size in (length - 1, vocabulary)):
         raise ValueError("impossible windows or vocabulary")

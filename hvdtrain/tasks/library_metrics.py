@@ -44,12 +44,15 @@ class _Library:
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
         """Raises UserError for a metric without states of its own."""
-        self.name, self.where, self._inputs = name, where, inputs
+        self.name = name
+        self.where = where
+        self._inputs = inputs
         self.kind = type(metric).__name__
         if not metric._defaults:
             what = f"metric {name}: {self.kind} keeps other metrics, whose states are not known"
             raise UserError(what, where, "the metric that it is made of; or hvdtrain.OwnMetric")
-        self._metric, self._lock = copy.deepcopy(metric), threading.Lock()
+        self._metric = copy.deepcopy(metric)
+        self._lock = threading.Lock()
         tensors = [default for default in metric._defaults.values() if hasattr(default, "double")]
         if tensors:
             self._metric.set_dtype(tensors[0].double().dtype)
@@ -147,7 +150,8 @@ class SumsOfMetric:
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         states, target = self._library.states_after(outputs, batch)
         samples = len(next(iter(batch.values())))
-        rows, start = target.new_zeros((samples, self.length)).double(), 0
+        rows = target.new_zeros((samples, self.length)).double()
+        start = 0
         for state, default in self._defaults.items():
             gained = states[state].double() - default.to(target.device)
             rows[0, start : start + default.numel()] = gained.reshape(-1)
@@ -156,7 +160,8 @@ class SumsOfMetric:
 
     def compute(self, total: np.ndarray) -> float:
         """The metric of the sum of the rows, float64 (length,). Raises UserError where it is several numbers."""
-        states, start = {}, 0
+        states = {}
+        start = 0
         for state, default in self._defaults.items():
             gained = default.new_tensor(total[start : start + default.numel()]).reshape(default.shape)
             states[state] = _as(default.cpu() + gained, self._library.defaults[state])
@@ -214,7 +219,8 @@ class PartsOfMetric:
         if isinstance(default, list):
             return [_tensor(array) for arrays in found for array in arrays]
         each = np.stack([array for (array,) in found])
-        reduction, whole = self._reductions[state], each[0]
+        reduction = self._reductions[state]
+        whole = each[0]
         if reduction == "mean" and (each != whole).any():
             library = self._library
             what = f"metric {library.name}: {library.kind} takes the mean of {state} over ranks, which depends on their number"

@@ -136,7 +136,9 @@ def build(
 def restore(facts: dict[str, Any]) -> Multilabel:
     """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
     dtype, shape = facts["x"]
-    x, labels, bins = Field(np.dtype(dtype).name, tuple(shape)), facts["labels"], facts["bins"]
+    x = Field(np.dtype(dtype).name, tuple(shape))
+    labels = facts["labels"]
+    bins = facts["bins"]
     if not all(type(size) is int and size >= 1 for size in (*x.shape, labels)) or math.prod(x.shape) > 2**26 or labels > _MOST:
         raise ValueError("impossible shape or labels")
     if type(bins) is not int or not (bins == 0 or 2 <= bins <= _MOST // labels) or facts["objective"] not in get_args(Objective):
@@ -148,7 +150,8 @@ def restore(facts: dict[str, Any]) -> Multilabel:
 
 def micro_f1(sums: Sums) -> float:
     """2 TP / (2 TP + FP + FN) of all labels together; 0 where no label is there or said."""
-    true, wrong = np.sum(sums["true_positives"]), np.sum(sums["false_positives"]) + np.sum(sums["false_negatives"])
+    true = np.sum(sums["true_positives"])
+    wrong = np.sum(sums["false_positives"]) + np.sum(sums["false_negatives"])
     return float(2.0 * true / max(2.0 * true + wrong, 1.0)) if sums["count"] else math.nan
 
 
@@ -172,7 +175,9 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
         known = positives.sum(1) > 0
         if not known.any():
             return math.nan
-        positives, every = positives[known], every[known]  # (labels, bins)
+        # (labels, bins)
+        positives = positives[known]
+        every = every[known]
         precision = positives.cumsum(1) / np.maximum(every.cumsum(1), 1.0)
         return float(np.mean((precision * positives).sum(1) / positives.sum(1)))
 
@@ -183,7 +188,9 @@ class NumpyMultilabel:
     """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y uint8 (n, labels), logits (n, labels)."""
 
     def __init__(self, transform: Transform, bins: int, place: Place) -> None:
-        self._transform, self._edges, self._dtype = transform, edges_of_bins(bins), place.dtype
+        self._transform = transform
+        self._edges = edges_of_bins(bins)
+        self._dtype = place.dtype
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, features) in the learner's number type; n may be 0."""

@@ -171,7 +171,10 @@ class NumpyRegression:
     """
 
     def __init__(self, transform: Transform, target_mean: np.ndarray, loss: str, place: Place) -> None:
-        self._transform, self._target_mean, self._loss, self._dtype = transform, target_mean, loss, place.dtype
+        self._transform = transform
+        self._target_mean = target_mean
+        self._loss = loss
+        self._dtype = place.dtype
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, features) in the learner's number type; n may be 0."""
@@ -179,7 +182,8 @@ class NumpyRegression:
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
         target = self._target(outputs, batch)
-        squares, absolute = np.square(outputs - target), np.abs(outputs - target)
+        squares = np.square(outputs - target)
+        absolute = np.abs(outputs - target)
         loss = (squares if self._loss == "squared_error" else absolute).mean(1)
         centred = target - self._target_mean
         terms = {

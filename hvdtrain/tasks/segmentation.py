@@ -43,7 +43,8 @@ def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
     """float64 (classes,): intersection over union, from counts (classes ** 2,) by [label, said]; NaN of a class in neither."""
     size = math.isqrt(len(confusion))
     matrix = confusion.reshape(size, size)
-    both, union = np.diagonal(matrix), matrix.sum(0) + matrix.sum(1) - np.diagonal(matrix)
+    both = np.diagonal(matrix)
+    union = matrix.sum(0) + matrix.sum(1) - np.diagonal(matrix)
     return np.where(union > 0, both / np.maximum(union, 1.0), np.nan)
 
 
@@ -232,7 +233,9 @@ def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) ->
 def restore(facts: dict[str, Any]) -> Segmentation:
     """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
     dtype, shape = facts["x"]
-    x, ignored, dice = Field(np.dtype(dtype).name, tuple(shape)), facts["ignore_label"], facts["dice"]
+    x = Field(np.dtype(dtype).name, tuple(shape))
+    ignored = facts["ignore_label"]
+    dice = facts["dice"]
     if len(x.shape) != 3 or not all(type(size) is int and size >= 1 for size in x.shape) or math.prod(x.shape) > _MOST:
         raise ValueError("impossible shape")
     if type(facts["classes"]) is not int or not 2 <= facts["classes"] <= _MOST_CLASSES or facts["objective"] not in get_args(Objective):

@@ -53,7 +53,8 @@ def transforms_of(task: Any) -> Transforms | None:
 
 def input_fields(task: Any) -> dict[str, Field]:
     """What a model of the task gets of a sample: its inputs; x; or of a task without it all fields: tokens."""
-    fields, transforms = dict(task.fields), transforms_of(task)
+    fields = dict(task.fields)
+    transforms = transforms_of(task)
     names = ["x"] if transforms is None else list(transforms.each)
     return {name: fields[name] for name in names} if set(names) <= fields.keys() else fields
 
@@ -67,7 +68,8 @@ class SeveralInputs:
     """Another task, made of one of the fields as its x; the model is called with all of them."""
 
     def __init__(self, task: Task, transforms: Transforms) -> None:
-        self.task, self.transforms = task, transforms
+        self.task = task
+        self.transforms = transforms
         self.main = main_field({name: each.x for name, each in transforms.each.items()})
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +112,8 @@ class SeveralInputs:
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchFields, TorchFunctions, TorchOfFields
 
-        fields, part = TorchFields(self.transforms.each, place), cast("Any", self.task).torch(model, place)
+        fields = TorchFields(self.transforms.each, place)
+        part = cast("Any", self.task).torch(model, place)
         return part.of_fields(fields) if isinstance(part, TorchFunctions) else TorchOfFields(part, fields)
 
 
@@ -129,7 +132,8 @@ def several_inputs(build: Build, train: Source, val: Source, names: Iterable[str
         raise UserError(f"task.standardize is {standardize!r:.40}", "task.standardize", "true, false, or leave it out")
     transforms = {}
     for name in names:
-        field, other = train.fields[name], val.fields.get(name)
+        field = train.fields[name]
+        other = val.fields.get(name)
         refuse_nothing(name, field, where)
         if is_image(field) and has_channels_first(field.shape):  # as files have them; arrays and samples of a user have been turned
             what = f"{name} is {field}, and images are (H, W, C)"

@@ -27,7 +27,8 @@ class TorchInputs:
 
     def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
         by_channel = (1, -1, 1, 1) if transform.is_of_images else (-1,)
-        self._dtype, self._largest = place.dtype, 255.0 if transform.is_of_images else 1.0
+        self._dtype = place.dtype
+        self._largest = 255.0 if transform.is_of_images else 1.0
         self._is_changed = transform.is_of_images or transform.is_standardized
         self._keeps_integers = users_model
         self._mean, self._std = (
@@ -60,7 +61,8 @@ class TorchOfFields:
     """Another part, whose model is called with several fields."""
 
     def __init__(self, part: Part, fields: TorchFields) -> None:
-        self.inputs, self.each = fields.named, part.each
+        self.inputs = fields.named
+        self.each = part.each
 
 
 def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -101,7 +103,8 @@ class TorchClassification:
     where = staticmethod(torch.where)  # of this framework
 
     def __init__(self, inputs: TorchInputs, form: LossForm, place: Place) -> None:
-        self._inputs, self._form = inputs, form
+        self._inputs = inputs
+        self._form = form
         weights = form.class_weights
         self._weights = None if weights is None else torch.tensor(weights, dtype=place.dtype, device=place.device)
 
@@ -136,7 +139,8 @@ class TorchRegression:
     """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, C, H, W)."""
 
     def __init__(self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
-        self._inputs, self._loss = inputs, loss
+        self._inputs = inputs
+        self._loss = loss
         self._target_mean = torch.tensor(target_mean, dtype=place.dtype, device=place.device)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
@@ -146,7 +150,8 @@ class TorchRegression:
         outputs = main_output(outputs)
         target = batch["y"].to(self._target_mean.dtype).reshape(outputs.shape)  # (n, outputs)
         error = outputs - target
-        squares, absolute = error.square(), error.abs()
+        squares = error.square()
+        absolute = error.abs()
         loss = (squares if self._loss == "squared_error" else absolute).mean(1)
         centred = (target - self._target_mean).double()
         terms = {
@@ -181,7 +186,10 @@ class TorchSegmentation:
     """Logits (n, classes, H, W), or several outputs of which main_output() is that; y (n, H, W). Images are uint8 (n, C, H, W)."""
 
     def __init__(self, inputs: TorchInputs, classes: int, ignored: int | None, dice: float, weights: Sequence[float] | None) -> None:
-        self._inputs, self._classes, self._ignored, self._dice = inputs, classes, ignored, dice
+        self._inputs = inputs
+        self._classes = classes
+        self._ignored = ignored
+        self._dice = dice
         self._weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
@@ -229,7 +237,9 @@ class TorchLanguage:
     """Tokens (n, T + 1); logits (n, T, outputs), at least one for each token of the vocabulary."""
 
     def __init__(self, ignore: int | None, smoothing: float, mask: str | None = None, packed: bool = False) -> None:
-        self._ignore, self._smoothing, self._mask = ignore, smoothing, mask
+        self._ignore = ignore
+        self._smoothing = smoothing
+        self._mask = mask
         self.by_name = (TOKENS, SEGMENTS) if packed else ()  # inputs that a model has to take by their names
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -264,7 +274,9 @@ class TorchFunctions:
     """A loss (outputs, batch) -> (n,)."""
 
     def __init__(self, loss: Loss, inputs: TorchInputs | TorchFields, place: Place) -> None:
-        self._loss, self._inputs, self._place = loss, inputs, place
+        self._loss = loss
+        self._inputs = inputs
+        self._place = place
         self._of = copy.deepcopy(loss.of).to(place.device, place.dtype) if is_torch_module(loss.of) else loss.of  # type: ignore[attr-defined]
 
     def of_fields(self, fields: TorchFields) -> TorchFunctions:
@@ -282,7 +294,8 @@ class TorchFunctions:
         return {**named, **others}
 
     def each(self, outputs: Any, batch: Tensors, training: bool) -> Each:
-        loss, samples = self._of(outputs, self.batch_for_user(batch)), len(next(iter(batch.values())))
+        loss = self._of(outputs, self.batch_for_user(batch))
+        samples = len(next(iter(batch.values())))
         if not isinstance(loss, torch.Tensor) or tuple(loss.shape) != (samples,):
             raise UserError(*_not_of_each(loss, samples))
         terms = {}
@@ -346,7 +359,9 @@ class TorchMeasured:
     """A part with the terms of metrics of the user's own, and in an evaluation with what is gathered for them."""
 
     def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
-        self._part, self._metrics, self._dtype = part, metrics, place.dtype
+        self._part = part
+        self._metrics = metrics
+        self._dtype = place.dtype
         self.inputs = part.inputs
 
     def each(self, outputs: Any, batch: Tensors, training: bool) -> Each:
@@ -389,7 +404,8 @@ def of_torch_module(
     never: whether it is known that no target is that integer. sample_of: what messages call the first sample with a target.
     Raises UserError where its mean over a batch is not the mean over samples, or not of one number for each.
     """
-    name, reduction = type(loss).__name__, getattr(loss, "reduction", None)
+    name = type(loss).__name__
+    reduction = getattr(loss, "reduction", None)
     if any(p.requires_grad for p in loss.parameters()):
         raise UserError(f"loss={name} has parameters, which would not be trained", where, "make them parameters of the model")
     facts = {"class": name, **{key: value for key, value in vars(loss).items() if _is_plain(key, value)}}
@@ -425,7 +441,8 @@ def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> 
 
 
 def _why(loss: nn.Module) -> str:
-    name, reduction = type(loss).__name__, loss.reduction
+    name = type(loss).__name__
+    reduction = loss.reduction
     if reduction != "mean":
         return f"loss={name} with reduction={reduction!r} depends on how many samples a batch has"
     if getattr(loss, "weight", None) is not None:
@@ -446,7 +463,9 @@ class _OfTargets(nn.Module):
 
     def __init__(self, loss: nn.Module, rest: str, sample_of: Callable[[int], str]) -> None:
         super().__init__()
-        self.loss, self.rest, self.sample_of = loss, rest, sample_of
+        self.loss = loss
+        self.rest = rest
+        self.sample_of = sample_of
         self.name = type(loss).__name__
 
     def forward(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -183,7 +183,9 @@ class Measured:
     """Another task with metrics of the user's own, one of which, or of the task's, is the objective."""
 
     def __init__(self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> None:
-        self.task, self.own, self.examples = task, dict(metrics), examples
+        self.task = task
+        self.own = dict(metrics)
+        self.examples = examples
         self.objective = objective or task.objective
 
     def __getattr__(self, name: str) -> Any:

@@ -70,7 +70,8 @@ def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
 
 def build_task(train: Source, val: Source, config: Config) -> Task:
     """The task that task.name means, of both sets. Raises UserError where they do not fit it, or each other, and for wrong options."""
-    name, where = config.task.name, config.where("task.name")
+    name = config.task.name
+    where = config.where("task.name")
     standardize = config.task.options.get("standardize")
     train = with_stats(train, config.data, standardize)
     names = input_names(config, train)
@@ -92,7 +93,8 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
 
 def _build(config: Config, train: Source, val: Source) -> Task:
     """The task of sources with one x."""
-    name, where = config.task.name, config.where("task.name")
+    name = config.task.name
+    where = config.where("task.name")
     if plugins.is_dotted(name):
         return _build_own(config, train, val)
     build = plugins.load("tasks", name, where).build
@@ -102,7 +104,8 @@ def _build(config: Config, train: Source, val: Source) -> Task:
 
 def _build_own(config: Config, train: Source, val: Source) -> Task:
     """The task of the user's package.module:build, which gets its options, and train, val, name, users_model if it has such parameters."""
-    name, where = config.task.name, config.where("task.name")
+    name = config.task.name
+    where = config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
     task: Task = plugins.call_own(config.task, known)
     missing = [member for member in MEMBERS if not hasattr(task, member)]
@@ -134,7 +137,8 @@ _TAKEN_FIELDS |= {"slowest_rank", "slowest_host", "memory_mb", "gpu_memory_mb", 
 
 def check_task(config: Config, task: Task) -> None:
     """Raises UserError where the task's metrics do not make sense, or other keys do not fit it."""
-    where, names = config.where("task.name"), [metric.name for metric in task.metrics]
+    where = config.where("task.name")
+    names = [metric.name for metric in task.metrics]
     if task.objective not in names or "loss" not in names or "loss" not in task.sums or len(set(names)) < len(names):
         what = (
             f"task.name={task.name} has the metrics {', '.join(names)}, the sums {', '.join(task.sums)} and the objective {task.objective}"
@@ -163,7 +167,8 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
 
     Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible, UserError where the task cannot do that.
     """
-    name, where = config.task.name, config.where("task.name")
+    name = config.task.name
+    where = config.where("task.name")
     if not plugins.is_dotted(name):
         return restore_inputs(facts, plugins.load("tasks", name, where).restore)
     build = plugins.own_function(config.task)
@@ -178,12 +183,14 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
 def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
     """What a job does to x, or to each of several inputs, as its model gets it; None of a task that says nothing about it."""
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
-    keeps_integers, channels_last = is_users_model(config.model), config.framework in ("jax", "keras")
+    keeps_integers = is_users_model(config.model)
+    channels_last = config.framework in ("jax", "keras")
 
     def in_job(found: Transform) -> Transform:
         return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=channels_last)
 
-    found, several = transform_of(task), transforms_of(task)
+    found = transform_of(task)
+    several = transforms_of(task)
     if several is not None:
         return several.changed(in_job)
     return None if found is None else in_job(found)

@@ -68,7 +68,8 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
     """
     sources = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
-    train, val = _packed(config, sources.train, "training"), _packed(config, sources.val, "validation")
+    train = _packed(config, sources.train, "training")
+    val = _packed(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
     if (files := stored_in(train)) is not None:
         files.read_together(Ranks(ranks.rank, ranks.size, ranks.allreduce))
@@ -100,7 +101,8 @@ def recipe_of(config: Config, datasets: Datasets) -> Recipe:
 
 def draws_of(config: Config, train: Source) -> WeightedDraws | None:
     """What data.sample_weights draws; None without it. Raises UserError where there are no such weights."""
-    asked, where = config.data.sample_weights, config.where("data.sample_weights")
+    asked = config.data.sample_weights
+    where = config.where("data.sample_weights")
     if asked is None:
         return None
     if not is_object(asked):
@@ -168,7 +170,8 @@ def _check_reading(config: Config, *sources: Source) -> None:
 
 def _check_lengths(config: Config, train: Source, task: Task) -> None:
     """Raises UserError where samples of different lengths come to a task or a model that takes those of one."""
-    where, named = config.where("data.pad"), task.name
+    where = config.where("data.pad")
+    named = task.name
     if config.data.pack is not None and not isinstance(task, Language):
         what = "data.pack packs tokens for task.name=language, and this job has a loss of a script"
         raise UserError(what, config.where("data.pack"), "task.name=language without a loss; or data.pad={tokens: 0}, and the loss")
@@ -296,7 +299,8 @@ def _open_own(config: Config, split: Split) -> Source:
 
 def padding_of(config: Config) -> dict[str, Padding]:
     """What data.pad and data.mask say; with data.pack that of its tokens. Raises UserError where they do not fit each other."""
-    pad, masks = config.data.pad, config.data.mask
+    pad = config.data.pad
+    masks = config.data.mask
     if other := next((name for name in masks if name not in pad), None):
         what = f"data.mask names the mask of {other}, which data.pad does not have"
         raise UserError(what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out")
@@ -358,7 +362,8 @@ def with_class_names(config: Config, source: Source) -> Config:
         if config.data.class_names is None:
             return config
         raise UserError("the data have no classes to name", where, "leave data.class_names out")
-    given, own = config.data.class_names, list(source.class_names)
+    given = config.data.class_names
+    own = list(source.class_names)
     if given is None:
         return config.replace(data=config.data.replace(class_names=own)) if own and _fit_into_file(own) else config
     if own and given != own:
@@ -400,7 +405,8 @@ def _notes_on_blocks(config: Config, train: Source) -> list[str]:
     files = stored_in(train)
     if files is None or files.rows_of_block is None:
         return []
-    shuffle, cache_mb = block_shuffle(config.data), files.samples.cache.most_bytes / 1e6
+    shuffle = block_shuffle(config.data)
+    cache_mb = files.samples.cache.most_bytes / 1e6
     samples = len(train) if shuffle is None else min(len(train), shuffle.block * shuffle.window)
     wanted_mb = samples * files.samples.bytes_of_sample / 1e6
     if wanted_mb <= cache_mb:
@@ -419,7 +425,9 @@ def _has_hidden_labels(source: Source) -> bool:
 
 def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
     """What of the data must be equal on all ranks, by the name that a message gives it."""
-    task, train, val = datasets.task, datasets.train, datasets.val
+    task = datasets.task
+    train = datasets.train
+    val = datasets.val
     return {
         "training samples": len(train),
         "validation samples": len(val),
@@ -464,7 +472,8 @@ class CommonCodebook:
     """Made when it is needed first, of the training images; or read from a run folder."""
 
     def __init__(self, communicator: Communicator, run: Path | None = None) -> None:
-        self._communicator, self._run = communicator, run
+        self._communicator = communicator
+        self._run = run
         self._found: Codebook | None = None
 
     def encode(self, images: UnencodedImages, train: Callable[[], UnencodedImages]) -> TokenImages:

@@ -76,7 +76,9 @@ class ElasticJob:
     def __init__(self, job: Job, ranks: Elastic | None, successor: Successor, watchdog: Watchdog | None, now: TrainState) -> None:
         """ranks: of ready_for_losses(). Every rank calls it, in the state `now`."""
         self.job = job
-        self._ranks, self._successor, self._watchdog = ranks, successor, watchdog
+        self._ranks = ranks
+        self._successor = successor
+        self._watchdog = watchdog
         self._hosts = list(job.hosts)  # by the numbers of the launcher
         self._total = now.progress.total
         if ranks is not None:
@@ -93,8 +95,12 @@ class ElasticJob:
     def go_on(self) -> TrainState:
         """The state of the newest sync point, in which self.job goes on. Every living rank calls it."""
         assert self._ranks is not None
-        ranks, began_s, job, lost = self._ranks, time.perf_counter(), self.job, list[int]()
-        step, former_rank = job.heartbeat.step, ranks.rank
+        ranks = self._ranks
+        began_s = time.perf_counter()
+        job = self.job
+        lost = list[int]()
+        step = job.heartbeat.step
+        former_rank = ranks.rank
         while True:
             try:
                 job.heartbeat.beat("going on without lost ranks", job.heartbeat.epoch, step)
@@ -121,7 +127,8 @@ class ElasticJob:
 
     def _how_to_go_on(self, former_rank: int) -> GoOn | None:
         """None where all go back to a sync point. A collective."""
-        learner, copy = self.job.learner, self.job.memory_copy
+        learner = self.job.learner
+        copy = self.job.memory_copy
         assert copy is not None
         return learner.how_to_go_on(former_rank, copy.now.progress.step)
 
@@ -152,7 +159,8 @@ class ElasticJob:
         return dataclasses.replace(now, progress=dataclasses.replace(now.progress, total=self._total))
 
     def _tell(self, loss: Loss, now: TrainState) -> None:
-        job, p = self.job, now.progress
+        job = self.job
+        p = now.progress
         goes_on = loss.restored_from == "servers"
         step = loss.step if goes_on else p.step  # from which training goes on
         then = f"{job.communicator.size} go on"
@@ -166,7 +174,8 @@ class ElasticJob:
             else:
                 why = "guard.lost=restart"
             then = f"the job ends, to be started again ({why})"
-            job.health.stop_request, job.health.stop_code = f"{loss.who()} lost", LOST
+            job.health.stop_request = f"{loss.who()} lost"
+            job.health.stop_code = LOST
         tell_loss(job.log, loss, now, step, job.communicator.size, f"{then} from step {step}{_what_was_lost(loss)}")
 
 
@@ -207,8 +216,11 @@ class Successor:
     def __init__(
         self, config: Config, start: Start, lock: RunLock, open_sinks: Callable[[], list[Sink]], make_saver: Callable[[TrainState], Saver]
     ) -> None:
-        self._config, self._run, self._lock = config, start.run, lock
-        self._open_sinks, self._make_saver = open_sinks, make_saver
+        self._config = config
+        self._run = start.run
+        self._lock = lock
+        self._open_sinks = open_sinks
+        self._make_saver = make_saver
         self._token = ""  # of the lock of the rank that writes now
 
     def share_lock(self, communicator: Communicator) -> None:

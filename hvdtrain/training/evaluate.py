@@ -41,7 +41,8 @@ class Evaluation(NamedTuple):
 
 def evaluate(config: Config, learner: Learner, source: Source, task: Task, communicator: Communicator, heartbeat: Heartbeat) -> Evaluation:
     """Evaluates every sample of `source` once. Every rank calls it."""
-    sums, counter = zero_sums(task.sums), None
+    sums = zero_sums(task.sums)
+    counter = None
     if isinstance(task, Classification) and isinstance(source, LabelledImages):
         counter = _ClassCounter(task.classes, task.ignored)
     for indices, predictions in predict(config, learner, source, communicator, heartbeat):
@@ -62,13 +63,16 @@ class _ClassCounter:
     """How often this rank's samples of each class are taken for which class."""
 
     def __init__(self, classes: int, ignored: int | None) -> None:
-        self.classes, self.ignored = classes, ignored
-        self.samples, self.right = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+        self.classes = classes
+        self.ignored = ignored
+        self.samples = np.zeros(classes, np.int64)
+        self.right = np.zeros(classes, np.int64)
         self.confusion = np.zeros((classes, classes), np.int64) if classes <= MOST_CONFUSED else None
 
     def add(self, labels: np.ndarray, said: np.ndarray) -> None:
         has_class = labels != self.ignored
-        labels, said = labels[has_class], said[has_class]
+        labels = labels[has_class]
+        said = said[has_class]
         self.samples += np.bincount(labels, minlength=self.classes)
         self.right += np.bincount(labels[labels == said], minlength=self.classes)
         if self.confusion is not None:

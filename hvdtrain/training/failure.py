@@ -102,7 +102,8 @@ class _UserErrorHook:
     installed = False
 
     def __init__(self) -> None:
-        self._former, self._process = sys.excepthook, os.getpid()
+        self._former = sys.excepthook
+        self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, UserError) or os.getpid() != self._process:

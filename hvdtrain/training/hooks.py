@@ -68,10 +68,16 @@ class Training:
     """What a hook sees of the job on this rank."""
 
     def __init__(self, config: Config, communicator: Communicator, learner: Learner, run: Path | None, task: Task) -> None:
-        self._communicator, self._learner, self._taken = communicator, learner, trainers_names(task)
+        self._communicator = communicator
+        self._learner = learner
+        self._taken = trainers_names(task)
         self._metric = next(metric for metric in task.metrics if metric.name == "loss")
-        self.config, self.run = config, run  # the configuration, and the run folder as rank 0 knows it
-        self.step, self.epochs = 0, 0.0  # done
+        # the configuration, and the run folder as rank 0 knows it
+        self.config = config
+        self.run = run
+        # done
+        self.step = 0
+        self.epochs = 0.0
         self.called = ""  # the hook that is called
         self.is_on_one_rank = False  # no other rank calls that hook
         self.request = ""  # to stop, and why
@@ -129,16 +135,19 @@ class Training:
 
     def at(self, p: Progress, sums: Sums | None = None) -> None:
         """p: of the steps done; sums: of the last one, where that is another than before."""
-        self.step, self.epochs = p.step, p.epochs
+        self.step = p.step
+        self.epochs = p.epochs
         self._sums = self._sums if sums is None else sums
 
     def forget(self) -> None:
         """What was logged and asked for in steps that are made again."""
-        self._logged, self.request = {}, ""
+        self._logged = {}
+        self.request = ""
 
     def take_logged(self) -> dict[str, tuple[float, int]]:
         """name -> (values added up, how many) since the last time. The host waits for the device."""
-        logged, self._logged = self._logged, {}
+        logged = self._logged
+        self._logged = {}
         return {name: (float(total), count) for name, (total, count) in logged.items()}
 
 
@@ -151,7 +160,9 @@ class Hooks:
     """The hooks of a job on this rank."""
 
     def __init__(self, hooks: Sequence[Hook], training: Training, communicator: Communicator) -> None:
-        self._hooks, self._training, self._communicator = hooks, training, communicator
+        self._hooks = hooks
+        self._training = training
+        self._communicator = communicator
         counts: Counter[str] = Counter()
         self._names: list[str] = []  # of their states: Log, and of a second one Log 2
         for hook in hooks:
@@ -216,7 +227,8 @@ class Hooks:
 
     def fields(self) -> dict[str, Any]:
         """The field of an event that has what was logged."""
-        means, self._means = self._means, {}
+        means = self._means
+        self._means = {}
         return {"logged": means} if means else {}
 
     def with_states(self, now: TrainState, *, before_checkpoint: bool) -> TrainState:
@@ -259,7 +271,8 @@ class Hooks:
                 call(hook)
 
     def _begin(self, name: str, hook: Hook) -> None:
-        self._training.called, self._training.is_on_one_rank = name, hook.on_rank_0_only and self._communicator.size > 1
+        self._training.called = name
+        self._training.is_on_one_rank = hook.on_rank_0_only and self._communicator.size > 1
 
 
 def _changed_by_json(state: Any, same: Any, path: str) -> str:

@@ -55,7 +55,9 @@ def split_step(
     A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
     normalizes, are the same for any number of ranks. What batch.micro and a pipeline divide is a rank's share.
     """
-    rank, size, sampling = communicator.rank, communicator.size, config.data.sampling
+    rank = communicator.rank
+    size = communicator.size
+    sampling = config.data.sampling
     share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
     parts = parts_of_step(config.batch, batch, first_batch)
     passes = passes_of_step(config, share, batch, first_batch) // parts
@@ -85,7 +87,8 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
     """Lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None without it. Raises UserError."""
     if config.bucket_by is None:
         return None
-    name, where = (next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by), config.where("bucket_by")
+    name = next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by
+    where = config.where("bucket_by")
     lengths = known_lengths(source, name)
     if lengths is None:
         fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
@@ -95,7 +98,8 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
     """Passes of a step: micro_batches_per_step(); a pipeline takes more of them, so that its ranks wait less."""
-    passes, parallel = micro_batches_per_step(config.batch, largest_share, batch, first_batch), config.parallel
+    passes = micro_batches_per_step(config.batch, largest_share, batch, first_batch)
+    parallel = config.parallel
     if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
         return passes
     return passes * (parallel.micro_batches or 2 * parallel.pipeline)
@@ -194,7 +198,8 @@ class Prefetcher:
         learner: Learner,
         draws: WeightedDraws | None = None,
     ) -> None:
-        self._config, self._lengths = config, lengths_to_sort_by(config.data, source)
+        self._config = config
+        self._lengths = lengths_to_sort_by(config.data, source)
         self._communicator = communicator
         self._recipe = recipe
         self._source = source
@@ -291,7 +296,8 @@ class Prefetcher:
             self._upcoming.reads(progress)
 
     def _positions(self, progress: Progress) -> list[Positions]:
-        readers, batch = self._learner.readers, self._recipe.at(progress).batch
+        readers = self._learner.readers
+        batch = self._recipe.at(progress).batch
         if readers is None:
             return []
         return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._shuffle, self._lengths)

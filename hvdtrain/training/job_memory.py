@@ -29,7 +29,8 @@ from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 
 def forecast_of_job(config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None) -> MemoryForecast:
     """The forecast of a job whose ranks are connected; recipe: where it is there already."""
-    ranks, samples = communicator.size, len(datasets.train)
+    ranks = communicator.size
+    samples = len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
     recipe = recipe or recipe_of(config, datasets)
     return forecast_memory(config, datasets.task, recipe, ranks, communicator.features, samples, -(-len(datasets.val) // ranks), ahead)
@@ -108,7 +109,8 @@ class MemoryMeter:
     """Measures the memory of one rank. Made before the model is; begin() before the first step, end() after the last one."""
 
     def __init__(self, forecast: MemoryForecast, room: Room) -> None:
-        self._forecast, self._room = forecast, room
+        self._forecast = forecast
+        self._room = room
         self._base_bytes = resident_bytes()  # the interpreter, the libraries and the data set
         self._private_base_bytes = self._base_bytes - shared_bytes()
         self.predicted: Footprint | None = None  # on rank 0
@@ -118,7 +120,8 @@ class MemoryMeter:
     def begin(self, learner: Learner, weights: int, rank: int) -> None:
         """The model is in place; `weights`: the numbers that are trained. Rank 0 predicts, where the model is not small."""
         if rank == 0 and weights >= LEAST_WEIGHTS:
-            before, private = resident_bytes(), resident_bytes() - shared_bytes()
+            before = resident_bytes()
+            private = resident_bytes() - shared_bytes()
             self._predict(on_gpu=learner.gpu() is not None)
             self._base_bytes += max(0, resident_bytes() - before)  # of what predicts
             self._private_base_bytes += max(0, resident_bytes() - shared_bytes() - private)
@@ -147,7 +150,8 @@ class MemoryMeter:
 
 def line(fields: dict[str, Any]) -> str:
     """memory   1.95 GiB at most on a rank, 1.90 GiB predicted (+2.6 %), beside 0.31 GiB of libraries and data"""
-    measured, predicted = 1e6 * fields["rank_memory_mb"][0], 1e6 * fields.get("memory_predicted_mb", 0.0)
+    measured = 1e6 * fields["rank_memory_mb"][0]
+    predicted = 1e6 * fields.get("memory_predicted_mb", 0.0)
     most = 1e6 * max(fields["rank_memory_mb"])
     beside = f"beside {gib(1e6 * fields['memory_base_mb'])} of libraries and data"
     if not predicted:

@@ -134,7 +134,8 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
 
     Buffers are equal on all ranks: a sync point came before.
     """
-    p, sums = now.progress, zero_sums(job.task.sums)
+    p = now.progress
+    sums = zero_sums(job.task.sums)
     data = job.learner.data
     rows = evaluation_batches(len(job.val), job.config.batch.evaluate, data.rank, data.size)
     job.heartbeat.beat("evaluation", p.epoch, p.step)

@@ -44,7 +44,8 @@ class MemoryForecast:
 
         Raises UserError where the framework or the model cannot be predicted, or the model has no blocks to recompute.
         """
-        config, step = self.config, self.step(micro)
+        config = self.config
+        step = self.step(micro)
         key = (step, config.shard.stage if stage is None else stage, config.model.recompute if recompute is None else recompute)
         if key not in self._known:
             self._known[key] = self._predict(
@@ -96,7 +97,8 @@ def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
     above = size(most)
     if above <= room:
         return most
-    fits, below = 1, size(1) if most > 1 else above
+    fits = 1
+    below = size(1) if most > 1 else above
     if below > room:
         return 0
     for number in range(_MOST_GUESSES):
@@ -106,13 +108,16 @@ def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
         guess = by_line if number % 2 == 0 and by_line < most else (fits + most) // 2
         found = size(guess)
         if found <= room:
-            fits, below = guess, found
+            fits = guess
+            below = found
         else:
-            most, above = guess, found
+            most = guess
+            above = found
     return fits
 
 
-_V2, _V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_V2 = ("memory.max", "memory.current")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _UNLIMITED = 2**60  # what version 1 says where there is no limit is larger
 
 
@@ -154,7 +159,8 @@ def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
         root, (limit_name, used_name) = (cgroups / "memory", _V1) if controllers else (cgroups, _V2)
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
-            limit, used = _number(group / limit_name, r"^(\d+)$"), _number(group / used_name, r"^(\d+)$")
+            limit = _number(group / limit_name, r"^(\d+)$")
+            used = _number(group / used_name, r"^(\d+)$")
             if limit is not None and used is not None and limit < _UNLIMITED:
                 cached = _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0  # given back when it is needed
                 yield Room(max(0, limit - used + cached) // local_size, f"the container's {limit_name}")

@@ -48,7 +48,8 @@ class MemoryCopy:
 
     def __init__(self, learner: Learner, communicator: Elastic, now: TrainState) -> None:
         """A collective."""
-        self._learner, self._communicator = learner, communicator
+        self._learner = learner
+        self._communicator = communicator
         self._arrays: Arrays = {}
         self._parts: list[Copies] = []  # the newest last
         self._neighbours: Neighbours | None = None
@@ -72,7 +73,8 @@ class MemoryCopy:
             pieces = list(pieces)
             self._copy_parts([piece for piece in pieces if not piece.is_whole], number)
         self._copy_arrays(pieces)
-        self._number, self.now = number, now
+        self._number = number
+        self.now = now
 
     def _copy_parts(self, pieces: Sequence[Piece], number: int) -> None:
         if self._neighbours is None or not self._neighbours.have(pieces):
@@ -99,7 +101,8 @@ class MemoryCopy:
         fall_back: loads an older state into every rank, where parts are gone. Some ranks may have come to a sync point at which others
         found that a rank is lost. Where another rank is lost meanwhile, restore() is called again: what was there before is there still.
         """
-        communicator, learner = self._communicator, self._learner
+        communicator = self._communicator
+        learner = self._learner
         parts = [Kept(each.number, each.ranks, sorted({*each.parts, *each.empty})) for each in self._parts]
         tables: list[Held] = communicator.allgather_object(Held(self._number, self.now.evaluated, parts))
         number = newest(tables, learner.is_sharded)
@@ -111,7 +114,8 @@ class MemoryCopy:
             now = self._load(tables, number)
             if self._number != number:
                 self._copy_arrays(learner.pieces())
-                self._number, self.now = number, now
+                self._number = number
+                self.now = now
         self._parts = [each for each in self._parts if each.number == number]
         self._neighbours = None
         self._copy(now, 1 + max(held.number for held in tables))
@@ -119,7 +123,8 @@ class MemoryCopy:
 
     def _load(self, tables: Sequence[Held], number: int) -> TrainState:
         """The state of this sync point, into the learner. A collective."""
-        communicator, rank = self._communicator, self._communicator.rank
+        communicator = self._communicator
+        rank = self._communicator.rank
         source = max(range(len(tables)), key=lambda each: (tables[each].number == number, tables[each].evaluated))
         parts = next((each for each in self._parts if each.number == number), None)
         arrays = [Array(name, array.shape, array.dtype.str) for name, array in self._arrays.items()]
@@ -202,10 +207,13 @@ class Neighbours:
     def __init__(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
         """pieces: this rank's parts. A collective."""
         self.arrays = [Array(piece.name, piece.shape, piece.dtype.str) for piece in pieces]
-        self._communicator, self._rank, self._size = communicator, communicator.rank, communicator.size
+        self._communicator = communicator
+        self._rank = communicator.rank
+        self._size = communicator.size
         self._messages: list[np.ndarray] = []  # under way
         away = distance(split_groups(communicator, 0).hosts)
-        self._to, self._source = (self._rank + away) % self._size, (self._rank - away) % self._size
+        self._to = (self._rank + away) % self._size
+        self._source = (self._rank - away) % self._size
         own: list[Runs] = [list(piece.runs()) for piece in pieces]
         has_parts = communicator.allgather(np.array([any(map(_elements, own))], np.uint8), "copy.has_parts")
         self._empty = frozenset(np.flatnonzero(has_parts == 0).tolist())
@@ -222,7 +230,8 @@ class Neighbours:
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
             parts = {rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8)) for rank, runs in self._runs.items()}
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
-        own, kept = memory.parts[self._rank], memory.parts[self._source]
+        own = memory.parts[self._rank]
+        kept = memory.parts[self._source]
         for view, piece in zip(own.views(self.arrays), pieces, strict=True):
             np.copyto(view, piece.read())
         if kept is not own:

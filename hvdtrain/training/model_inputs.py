@@ -109,7 +109,8 @@ def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
 
 def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) -> None:
     """Raises UserError where a field is missing, is what is learned, or the job does something to x alone."""
-    shown, where = ", ".join(names), config.where("data.inputs" if config.data.inputs else "model.name")
+    shown = ", ".join(names)
+    where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
     if len(set(names)) < len(names):
         raise UserError(f"data.inputs names {shown}: one of them twice", where, "each field once")

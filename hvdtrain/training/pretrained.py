@@ -233,7 +233,9 @@ def _under_new_names(found: Arrays, renamed: Mapping[str, str | None], entry: st
 
 def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config) -> Match:
     """Which array goes where. Raises UserError where none does, and where one has another shape."""
-    patterns, where, ties = config.model.weights_skip, config.where("model.weights"), Ties(names)
+    patterns = config.model.weights_skip
+    where = config.where("model.weights")
+    ties = Ties(names)
     skipped = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -257,7 +259,8 @@ def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[
         left_over=[name for name in found if name not in names],
         skipped=skipped,
     )
-    path, loaded = str(config.model.weights), [name for name in names if names[name] in arrays]
+    path = str(config.model.weights)
+    loaded = [name for name in names if names[name] in arrays]
     check_leftovers({name: found[name].dtype.name for name in match.left_over}, loaded, names, path, where)
     check_missing(match.missing, names, loaded, path, where)
     _check_frozen(match, names, config)
@@ -291,7 +294,8 @@ def _other_stats(path: Path, config: Config) -> list[str]:
     try:
         check_regular(path / "preprocessor_config.json")
         found = json.loads((path / "preprocessor_config.json").read_text())
-        mean, std = found["image_mean"], found["image_std"]
+        mean = found["image_mean"]
+        std = found["image_std"]
     except (OSError, ValueError, LookupError, TypeError):
         return []
     if mean == config.data.mean and std == config.data.std:

@@ -62,7 +62,8 @@ class Watch:
         now_s = time.monotonic()
         if self._seen is None or holder != self._seen:
             self._signs = self._signs + 1 if self._seen is not None and holder.token == self._seen.token else 0
-            self._seen, self._since_s = holder, now_s
+            self._seen = holder
+            self._since_s = now_s
         silent_s = now_s - self._since_s
         gone = is_gone(holder)
         if gone is None and silent_s > self._stale_s:
@@ -79,7 +80,9 @@ class RunLock:
     """
 
     def __init__(self, heartbeat: Heartbeat, signals: Signals, start_s: float | None = None, stale_s: float = STALE_S) -> None:
-        self._heartbeat, self._signals, self._stale_s = heartbeat, signals, stale_s
+        self._heartbeat = heartbeat
+        self._signals = signals
+        self._stale_s = stale_s
         self._wait_s = WAIT_S if start_s is None else min(WAIT_S, start_s / 2)
         self._folder: Folder | None = None  # open while the lock is held
         self._run = Path()
@@ -119,7 +122,8 @@ class RunLock:
         return self._mine.token
 
     def _acquire(self, run: Path, gone: str) -> list[str]:
-        folder, notes = Folder.open(run), list[str]()
+        folder = Folder.open(run)
+        notes = list[str]()
         try:
             waiting = Waiting(run, self._wait_s, self._stale_s)
             while not self._create(folder):
@@ -133,7 +137,8 @@ class RunLock:
         except BaseException:
             folder.close()
             raise
-        self._folder, self._run = folder, run
+        self._folder = folder
+        self._run = run
         self._thread = threading.Thread(target=self._stay_alive, name="run lock", daemon=True)
         self._thread.start()
         return notes
@@ -175,7 +180,8 @@ class RunLock:
         """Gives the lock back; a second call does nothing. From any thread."""
         self._over.set()
         with self._writing:
-            folder, self._folder = self._folder, None
+            folder = self._folder
+            self._folder = None
         if folder is None:
             return
         with folder, contextlib.suppress(OSError):
@@ -222,7 +228,9 @@ class Waiting:
     """A job that finds the lock of another: whether it waits on, takes the lock over, or is refused."""
 
     def __init__(self, run: Path, wait_s: float, stale_s: float) -> None:
-        self._run, self._wait_s, self._stale_s = run, wait_s, stale_s
+        self._run = run
+        self._wait_s = wait_s
+        self._stale_s = stale_s
         self._watch = Watch(stale_s)
         self._began_s = time.monotonic()
         self._said_s = -SAY_S
@@ -250,7 +258,9 @@ def find_holder(run: Path, look_s: float) -> Sign | None:
 
     Raises OSError.
     """
-    watch, end_s, sign = Watch(), time.monotonic() + look_s, None
+    watch = Watch()
+    end_s = time.monotonic() + look_s
+    sign = None
     with Folder.open(run) as folder:
         while (holder := read_holder(folder)) is not None:
             sign = watch.look(holder)
@@ -301,7 +311,8 @@ def remove_lock(folder: Folder, token: str) -> bool:
 
 def _wait_for_claim(folder: Folder, claim: str) -> None:
     """A claim lasts a millisecond, unless its process dies in that: then it, not one that came later, is removed after CLAIM_S."""
-    seen, began_s = None, 0.0
+    seen = None
+    began_s = 0.0
     while (status := folder.status(claim)) is not None:
         if seen != (seen := (status.st_ino, status.st_ctime_ns)):
             began_s = time.monotonic()

@@ -208,13 +208,15 @@ def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
     n, height, width, channels = images.shape
     factor = max(1, -(-_SMALLEST // height))
     images = images.repeat(factor, 1).repeat(factor, 2)
-    height, width = height * factor, width * factor
+    height = height * factor
+    width = width * factor
     columns = min(n, columns or max(1, round(math.sqrt(n * height / width))))
     rows = -(-n // columns)
     page = np.full((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, channels), 255, np.uint8)
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
-        top, left = row * (height + _GAP), column * (width + _GAP)
+        top = row * (height + _GAP)
+        left = column * (width + _GAP)
         page[top : top + height, left : left + width] = image
     return page
 

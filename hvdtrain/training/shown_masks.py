@@ -14,7 +14,8 @@ _SWATCH = 12
 _MOST_NAMED = 40  # classes in the legend
 _COLUMNS = ("image", "mask", "prediction")
 _NO_CLASS = (205, 205, 205)
-_INK, _PAPER = (30, 30, 30), (255, 255, 255)
+_INK = (30, 30, 30)
+_PAPER = (255, 255, 255)
 
 
 def palette() -> np.ndarray:
@@ -40,7 +41,8 @@ def picture(masks: Masks) -> np.ndarray:
     """uint8 (height, width, 3): for each sample a row of its image, its mask and the prediction, and below the classes' colours."""
     tiles = [_sized(tile) for tile in (_as_rgb(masks.images), _coloured(masks.true, masks.ignored), _coloured(masks.said, None))]
     n, height, width = tiles[0].shape[:3]
-    row_height, width_and_gap = _LINE + height + _GAP, width + _GAP
+    row_height = _LINE + height + _GAP
+    width_and_gap = width + _GAP
     legend = _legend(masks, 3 * width_and_gap - _GAP)
     page = np.full((_LINE + n * row_height + len(legend), legend.shape[1], 3), _PAPER, np.uint8)
     page[len(page) - len(legend) :] = legend
@@ -71,7 +73,8 @@ def _as_rgb(images: np.ndarray) -> np.ndarray:
     if images.dtype != np.uint8:
         images = images[:, :3] if images.shape[1] == 3 else images[:, :1]
         finite = np.where(np.isfinite(images), images, 0.0).astype(np.float64)
-        low, high = finite.min((0, 2, 3), keepdims=True), finite.max((0, 2, 3), keepdims=True)
+        low = finite.min((0, 2, 3), keepdims=True)
+        high = finite.max((0, 2, 3), keepdims=True)
         scaled = (finite - low) / np.where(high > low, high - low, 1.0)
         images = np.rint(255.0 * scaled).astype(np.uint8).transpose(0, 2, 3, 1)
     if images.shape[3] != 3:
@@ -106,11 +109,14 @@ def _legend(masks: Masks, width: int) -> np.ndarray:
         entries.append((_PAPER, f"and {len(classes) - _MOST_NAMED} more"))
     if not is_known.all():
         entries.append((_NO_CLASS, "no class"))
-    places, x, y = [], 0, 2
+    places = []
+    x = 0
+    y = 2
     for colour, name in entries:
         taken = _SWATCH + 6 + _text_width(name) + 14
         if x and x + taken > width:
-            x, y = 0, y + _LINE
+            x = 0
+            y = y + _LINE
         places.append((x, y, colour, name))
         x += taken
     page = np.full((y + _LINE, width, 3), _PAPER, np.uint8)

@@ -77,7 +77,8 @@ def start_or_resume(
         run, notes = open_run_folder(config, lock)
         try:
             former = former_run(config)  # by now: the job before this one may just have written its last checkpoint
-            beginning, shapes = begin(config, datasets), {piece.name: piece.shape for piece in pieces}
+            beginning = begin(config, datasets)
+            shapes = {piece.name: piece.shape for piece in pieces}
             point, restored = find_resume_point(
                 former, config, identity(config, datasets), beginning, limit_bytes, shapes, mapped=learner.is_sharded, on_piece=moved
             )
@@ -120,7 +121,8 @@ def start_or_resume(
 
 def begin(config: Config, datasets: Datasets) -> TrainState:
     """With the sums and the objective of the task."""
-    samples, metric = len(datasets.train), objective(datasets.task)
+    samples = len(datasets.train)
+    metric = objective(datasets.task)
     progress = Progress(samples, total_samples(config, samples))
     evaluates = config.evaluate.samples or len(datasets.val)
     return TrainState(

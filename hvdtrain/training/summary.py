@@ -107,7 +107,8 @@ def lines_of_ranks(config: Config, engine: str, hosts: Sequence[str], engine_rea
 
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
-    config, readers = job.config, job.config.readers(job.communicator.size)
+    config = job.config
+    readers = job.config.readers(job.communicator.size)
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
@@ -160,8 +161,10 @@ def inputs_lines(task: Task, config: Config) -> list[str]:
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     """Fields of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
-    joules, p = job_energy(now, job.telemetry.energy.kinds), now.progress
-    trained, trained_s = now.trained_images + now.trained_samples, now.trained_s + now.epoch_s
+    joules = job_energy(now, job.telemetry.energy.kinds)
+    p = now.progress
+    trained = now.trained_images + now.trained_samples
+    trained_s = now.trained_s + now.epoch_s
     tokens = job.task.sample_weight if "tokens" in job.task.sums else None  # of a sample; with padding they are not counted over the job
     return {
         f"val_{now.objective}": now.last,
@@ -205,7 +208,8 @@ def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path, mem
 
 
 def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
-    fields, unit = end_fields(job, now), samples_of(job.task)
+    fields = end_fields(job, now)
+    unit = samples_of(job.task)
     lines = []
     if not math.isnan(now.best):
         lines.append(f"best     {now.best:.4f} in epoch {now.best_epoch}, last {now.last:.4f}")
@@ -270,7 +274,8 @@ def _shuffle(config: Config) -> str:
 
 def _padded(job: Job, readers: int) -> str:
     """How samples of different lengths come together."""
-    config, batch = job.config, job.recipe.batch
+    config = job.config
+    batch = job.recipe.batch
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
     most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first  # samples of a pass
     if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:

@@ -81,7 +81,8 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
     loop.heartbeat.limit = "start_s"
     loop.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
     _warn_of_too_little_time(loop, now)
-    last, run = loop.checkpoints.finish(now), f"{loop.checkpoints.run}"
+    last = loop.checkpoints.finish(now)
+    run = f"{loop.checkpoints.run}"
     if not last.failure or (last.any_left and not is_over):
         return last.failure
     what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
@@ -89,13 +90,15 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
         raise Diverged(what, run, "a lower optim.base_lr")
     error = UserError(what, run, "make room; start it again")
     if last.failure.startswith(NO_MEMORY):
-        error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
+        error.fix = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again"
+        error.code = MEMORY
     raise error
 
 
 def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
     """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what the longest one so far has taken."""
-    deadline, saver = loop.health.deadline, loop.checkpoints.saver
+    deadline = loop.health.deadline
+    saver = loop.checkpoints.saver
     if deadline is None or saver is None or saver.newest == (now.progress.step, now.evaluated):
         return
     left_s = deadline.left_s()

@@ -28,10 +28,13 @@ from hvdtrain.report.figures.canvas import COLOURS, log_scale, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SAMPLES, TRUE = 512, np.array([1.0, -2.0])
+SAMPLES = 512
+TRUE = np.array([1.0, -2.0])
 START = np.array([-2.5, 2.0])
 TARGET = 1.002  # times the smallest loss
-RATES, SEEDS, MOST_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.8, 1.5), 9, 2000
+RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 0.8, 1.5)
+SEEDS = 9
+MOST_STEPS = 2000
 Gradient = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # (w, x, y) -> (2,)
 
 
@@ -71,7 +74,8 @@ def by_autograd(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def descend(gradient: Gradient, batch: int, rate: float, epochs: int, seed: int = 1) -> Iterator[np.ndarray]:
     """The weights before the first step and after each: batch = all samples is gradient descent, fewer is SGD."""
     x, y = data()
-    rng, w = np.random.default_rng(seed), START.copy()
+    rng = np.random.default_rng(seed)
+    w = START.copy()
     yield w
     for _ in range(epochs):
         order = rng.permutation(SAMPLES)
@@ -167,7 +171,8 @@ def linear_model(out: Path) -> None:
 
 def real_net(out: Path, batches: Sequence[int], epochs: int) -> None:
     """hvdtrain's digits: how long until 95 % of the validation samples are right. Trains anew each time."""
-    rows, shown = [], []
+    rows = []
+    shown = []
     for batch in batches:
         folder = out / f"batch-{batch}"
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of the lab

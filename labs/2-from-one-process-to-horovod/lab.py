@@ -27,7 +27,9 @@ JOB = (
     "speed.precision=fp64",
     "log.every_steps=5",
 )
-SMALL, LARGE = 128, 1024  # images of a step, over all ranks
+# images of a step, over all ranks
+SMALL = 128
+LARGE = 1024
 
 
 def train(name: str, ranks: int, batch: int, words: list[str], options: argparse.Namespace) -> Any:
@@ -36,7 +38,8 @@ def train(name: str, ranks: int, batch: int, words: list[str], options: argparse
     job = Job(options.out / f"{name}-{ranks}", [*JOB, f"batch.size={batch}", *words])
     events = launch(job, ranks, *(["-H", options.hosts] if options.hosts else []))
     epochs = events[events.kind == "epoch"]
-    loss, seconds = epochs.val_loss.iloc[-1], time.perf_counter() - began
+    loss = epochs.val_loss.iloc[-1]
+    seconds = time.perf_counter() - began
     print(f"{job.run.name:11} loss {loss:.6f}, {images_per_s(epochs):6,.0f} images/s, {seconds:.0f} s with the start", flush=True)
     return epochs
 

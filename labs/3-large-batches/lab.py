@@ -96,7 +96,8 @@ def too_few_steps(lab: Lab, found: dict[tuple[str, int], float]) -> str:
     lacking = [name for name in ("LARC", "LAMB") if not math.isnan(without) and not found[name, batch] > without]
     if not lacking:
         return ""
-    steps, one = math.ceil(lab.epochs * lab.images / batch), len(lacking) == 1
+    steps = math.ceil(lab.epochs * lab.images / batch)
+    one = len(lacking) == 1
     what = f"{steps} steps are too few to show what {'it is' if one else 'they are'} for"
     return f"batch {batch:,}: {' and '.join(lacking)} {'is' if one else 'are'} not above scaling with warm-up; {what}"
 
@@ -172,7 +173,8 @@ def three_regimes(lab: Lab) -> None:
     steps = int(next(steps for batch, steps, _ in rows if batch == lab.base))
     noisy = launch(target_job(lab, lab.base, rate, steps, "log.noise_scale=true")._replace(run=lab.out / "noise"), 2)
     scale = noisy[noisy.kind == "step"].noise_scale.dropna().to_numpy()
-    low, high = float(np.quantile(scale, 0.1)), float(scale[-1])
+    low = float(np.quantile(scale, 0.1))
+    high = float(scale[-1])
     least, critical = fit(rows)
     print(f"noise scale: {low:,.0f} at first, {high:,.0f} at the target; fit: at least {least:.0f} steps, critical batch {critical:,.0f}")
     write_table(lab.out / "steps.csv", ("batch", "steps", "rate"), rows)
@@ -207,7 +209,8 @@ def draw_regimes(lab: Lab, rows: np.ndarray, noise: tuple[float, float], fitted:
         axes.minorticks_off()
         axes.set_yticks([digit * 10**power for power in range(8) for digit in (1, 2, 5)])
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        low, high = (steps * factor).min(), (steps * factor).max()
+        low = (steps * factor).min()
+        high = (steps * factor).max()
         axes.set_ylim(low / 2, high * 2)
         axes.set_ylabel(f"{name} to {lab.target:.0%}")
     left.plot(

@@ -24,7 +24,8 @@ from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.report.figures.canvas import COLOURS, integer_ticks, new_figure
 
 ROOT = Path(__file__).resolve().parents[2]
-DIGITS, CIFAR = str(ROOT / "configs/image_gpt_digits.yaml"), str(ROOT / "configs/image_gpt_cifar10.yaml")
+DIGITS = str(ROOT / "configs/image_gpt_digits.yaml")
+CIFAR = str(ROOT / "configs/image_gpt_cifar10.yaml")
 RANKS = 2
 # 64 tokens of noise: what is in the images changes neither memory nor time. Each rank has 8 samples a step, in two passes.
 WORDS = (
@@ -114,7 +115,8 @@ def draw_samples(run: Path, path: Path) -> None:
 def train(way: Way, layers: int, out: Path) -> Measured:
     run = out / f"{layers}-layers-{name(way).replace(', ', '-').replace(' ', '-')}"
     events = launch(Job(run, words(way, layers), CIFAR), RANKS)
-    steps, end = events[events.kind == "step"], event(run, "end")
+    steps = events[events.kind == "step"]
+    end = event(run, "end")
     predicted, measured, base = (end[f"{kind}_mb"] for kind in ("memory_predicted", "rank_memory", "memory_base"))
     found = Measured(way, layers, predicted, measured, base, 1e3 * float(steps.window_s.iloc[1:].median()), list(steps.loss))
     megabytes = " and ".join(f"{megabyte:.0f}" for megabyte in found.rank_mb)
@@ -180,7 +182,8 @@ def draw_layers(plans: dict[int, Plan], measured: Sequence[Measured], path: Path
     """Left, memory against layers; right, the most layers by prediction."""
     figure, (left, right) = new_figure(1, 2, width=10, height=3.6)
     for way in (way for way in next(iter(plans.values())) if way[0] in (0, 2, 3)):
-        colour, dashes = COLOURS[way[0]], "-" if way[1] == "none" else "--"
+        colour = COLOURS[way[0]]
+        dashes = "-" if way[1] == "none" else "--"
         left.plot([0, 36], [predicted_mb(plans, way, layers) for layers in (0, 36)], color=colour, ls=dashes, label=name(way))
         for one in measured:
             if one.way == way:

@@ -84,7 +84,8 @@ def by_mpirun(words: Sequence[str]) -> Commands:
 
 def ranks_of(launcher: str, out: Path, epochs: int) -> tuple[list[dict[str, Any]], list[float]]:
     """What each rank was told, and the losses of the epochs."""
-    run, told = out / launcher.replace(" ", "-"), out / f"{launcher.replace(' ', '-')}-ranks"
+    run = out / launcher.replace(" ", "-")
+    told = out / f"{launcher.replace(' ', '-')}-ranks"
     for folder in (run, told):  # of an earlier start of the lab
         shutil.rmtree(folder, ignore_errors=True)
     told.mkdir()

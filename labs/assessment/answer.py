@@ -18,7 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-BATCH, LR, MOMENTUM, DECAY = 128, 0.1, 0.9, 5e-4
+BATCH = 128
+LR = 0.1
+MOMENTUM = 0.9
+DECAY = 5e-4
 SHOWN_STEPS = 50  # a line each so many: the grader ends a job that is silent
 
 
@@ -57,7 +60,8 @@ options = parser.parse_args()
 
 hvd.init()  # 1: before anything that asks for rank or size
 torch.manual_seed(1)
-train, val = read(options.data / "train.npz"), read(options.data / "val.npz")
+train = read(options.data / "train.npz")
+val = read(options.data / "val.npz")
 mean, std = read_stats(options.data / "train.npz")
 sampler = DistributedSampler(train, hvd.size(), hvd.rank(), drop_last=True)  # 2: each rank its share of every epoch
 train_loader = DataLoader(train, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True)  # 3: the same global batch and rate

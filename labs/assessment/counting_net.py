@@ -39,7 +39,9 @@ class _Note:
         if self.net is None:
             self.first = float(x.double().sum())
             atexit.register(self.write)
-        self.net, self.samples, self.last = net, self.samples + len(x), _some_weights(net)
+        self.net = net
+        self.samples = self.samples + len(x)
+        self.last = _some_weights(net)
 
     def write(self) -> None:
         assert self.net is not None

@@ -75,11 +75,13 @@ def split(train: Samples, test: Samples, secret: int) -> Parts:
     rng = np.random.default_rng(secret)
     classes = int(train.y.max()) + 1
     number = rng.permutation(classes)
-    train_order, test_order = rng.permutation(len(train.y)), rng.permutation(len(test.y))
+    train_order = rng.permutation(len(train.y))
+    test_order = rng.permutation(len(test.y))
     half = len(test_order) // 2
     train = Samples(train.x, number[train.y]).rows(train_order)
     test = Samples(test.x, number[test.y])
-    given, hidden = test.rows(test_order[:half]), test.rows(test_order[half:])
+    given = test.rows(test_order[:half])
+    hidden = test.rows(test_order[half:])
     return Parts(train, given, hidden, channel_stats(train.x.transpose(0, 2, 3, 1)), classes)
 
 

@@ -181,7 +181,8 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
     verdict, why = judge(given, hidden, options.target)
     complaint = share.complaint(shares, share.most_samples(len(parts.train.y), options.ranks))
     if verdict == "passed" and complaint:
-        verdict, why = "not shared", f"{why}; {complaint}"
+        verdict = "not shared"
+        why = f"{why}; {complaint}"
     z = seen_z(given.loss, hidden.loss)
     return Grade(verdict, why, hidden.accuracy, given.accuracy, z, samples, ended.seconds, ended.output)
 
@@ -194,7 +195,8 @@ def report(grade: Grade, options: argparse.Namespace) -> None:
         return
     if grade.accuracy is None and grade.output:
         print(quoted(grade.output))
-    limit, ranks = counted(options.minutes, "minute"), counted(options.ranks, "rank")
+    limit = counted(options.minutes, "minute")
+    ranks = counted(options.ranks, "rank")
     print(f"{grade.seconds:.1f} s of {limit} on {ranks}, {options.set}; again: --secret {options.secret}")
     print(f"{grade.verdict}: {grade.why}")
 

@@ -38,7 +38,8 @@ def seen_z(given: np.ndarray, hidden: np.ndarray) -> float:
     given (n,) and hidden (m,) are a random division of one set. So for a model that has learned from neither, whatever it is, the
     result has mean 0 and deviation 1 (less where losses are equal; those share the mean of their ranks).
     """
-    n, m = len(given), len(hidden)
+    n = len(given)
+    m = len(hidden)
     _, which, counts = np.unique(np.concatenate([given, hidden]), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]  # from 1
     return float((n * (n + m + 1) / 2 - ranks[:n].sum()) / np.sqrt(n * m * (n + m + 1) / 12))

@@ -106,10 +106,12 @@ def answers(net: Net, x: np.ndarray, y: np.ndarray, stats: ChannelStats) -> Answ
     """Of images uint8 (n, C, H, W) of classes (n,). Raises WrongModel where a logit is not finite."""
     mean, std = (torch.tensor(value, dtype=torch.float32)[:, None, None] for value in stats)
     net.eval()
-    right, loss = [], []
+    right = []
+    loss = []
     with torch.no_grad():
         for start in range(0, len(y), _BATCH):
-            images, labels = torch.from_numpy(x[start : start + _BATCH]), torch.from_numpy(y[start : start + _BATCH])
+            images = torch.from_numpy(x[start : start + _BATCH])
+            labels = torch.from_numpy(y[start : start + _BATCH])
             logits = net((images.float() / 255 - mean) / std).double()  # (n, classes)
             if not logits.isfinite().all():
                 raise WrongModel("the network's output is not finite")

@@ -16,7 +16,10 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH, LR, MOMENTUM, DECAY = 128, 0.1, 0.9, 5e-4
+BATCH = 128
+LR = 0.1
+MOMENTUM = 0.9
+DECAY = 5e-4
 SHOWN_STEPS = 50  # a line each so many: the grader ends a job that is silent
 
 
@@ -49,7 +52,8 @@ parser.add_argument("--epochs", type=int, help="5; of a small data set 8")
 options = parser.parse_args()
 
 torch.manual_seed(1)
-train, val = read(options.data / "train.npz"), read(options.data / "val.npz")
+train = read(options.data / "train.npz")
+val = read(options.data / "val.npz")
 mean, std = read_stats(options.data / "train.npz")
 train_loader = DataLoader(train, batch_size=BATCH, shuffle=True, drop_last=True)
 val_loader = DataLoader(val, batch_size=500)

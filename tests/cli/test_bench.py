@@ -96,7 +96,8 @@ def test_one_process_measures_the_copy_too() -> None:
 class SecondOfThree(SingleProcessCommunicator):
     """Rank r starts with a pattern times r + 1, so the sum over all is 3 times what rank 1 starts with."""
 
-    rank, size = 1, 3
+    rank = 1
+    size = 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])

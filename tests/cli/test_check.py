@@ -111,7 +111,8 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     with (tmp_path / "code/hvdtrain/core/progress.py").open("a") as file:
         file.write("# another line\n")
     (tmp_path / "code/hvdtrain/mine.py").write_text('"""Mine."""\n')
-    stay, pin = f"os.chdir({str(tmp_path / 'most')!r})", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
+    stay = f"os.chdir({str(tmp_path / 'most')!r})"
+    pin = "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
     preparations = {
         0: Preparation(stay, environ={"PYTHONHASHSEED": "5"}),
         1: Preparation(f"{stay}; {pin}", arguments=("seed=2",)),
@@ -121,7 +122,8 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     result = mpirun(4, wrapped(preparations, ["comm.engine=mpi", *MNIST, "--json", str(tmp_path / "out.json")]))
     assert result.returncode == 2, result
     tree = json.loads((tmp_path / "out.json").read_text())
-    found, host = findings(tree), os.uname().nodename
+    found = findings(tree)
+    host = os.uname().nodename
     code = found["hvdtrain's code differs: core/progress.py, mine.py (only there)"]
     assert code[:2] == ("error", f"rank 2 on {host}; 3 other ranks agree")
     assert found["the configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 other ranks agree")

@@ -192,8 +192,10 @@ def of_speed(bytes_per_s: float) -> AllreduceSpeed:
 
 
 def test_an_engine_slower_than_half_of_mpi() -> None:
-    fast, slow = of_speed(10e6), of_speed(4.9e6)
-    what, where = "the horovod engine reduces 5 MB/s, plain MPI 10 MB/s", "an allreduce of 16 MiB over all ranks"
+    fast = of_speed(10e6)
+    slow = of_speed(4.9e6)
+    what = "the horovod engine reduces 5 MB/s, plain MPI 10 MB/s"
+    where = "an allreduce of 16 MiB over all ranks"
     expect(slow_engine("horovod", {"engine": slow, "mpi": fast}), "warning", what, where, "give Horovod's thread a core")
     assert slow_engine("horovod", {"engine": fast, "mpi": slow}) == []
     assert slow_engine("mpi", {"engine": slow, "mpi": None}) == slow_engine("single", {"engine": None, "mpi": None}) == []
@@ -276,7 +278,9 @@ def test_a_rank_sends_what_of_its_facts_is_not_rank_0s() -> None:
 
 
 def test_errors_come_first_and_once() -> None:
-    note, warning, error = Finding("note", "n", "", ""), Finding("warning", "w", "", ""), Finding("error", "e", "", "")
+    note = Finding("note", "n", "", "")
+    warning = Finding("warning", "w", "", "")
+    error = Finding("error", "e", "", "")
     assert most_severe_first([note, error, warning, error]) == [error, warning, note]
 
 

@@ -81,7 +81,8 @@ def confusion_by_hand(run: Path) -> np.ndarray:
     """(10, 10), [label, answer], from the weights of the newest checkpoint alone."""
     (checkpoint,) = (run / "checkpoints").iterdir()
     weights = load_file(checkpoint / "weights.safetensors")
-    train, val = digits.build("digits", None, "train").read(np.arange(1437)), digits.build("digits", None, "val").read(np.arange(360))
+    train = digits.build("digits", None, "train").read(np.arange(1437))
+    val = digits.build("digits", None, "val").read(np.arange(360))
     x = (val["x"].reshape(360, 64) / 255 - (train["x"] / 255).mean()) / (train["x"] / 255).std()
     answers = (x @ weights["p.fc.weight"].T + weights["p.fc.bias"]).argmax(1)
     confusion = np.zeros((10, 10), int)
@@ -110,7 +111,8 @@ def test_the_result_is_that_of_the_last_epoch_with_counts_by_hand(run: Path, cap
 
 def test_views_are_those_of_the_run_or_of_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a run with evaluate.views=6 has it, which is what the mean over six views is of this model."""
-    one, six = evaluated(run, capsys), evaluated(run, capsys, "evaluate.views=6")
+    one = evaluated(run, capsys)
+    six = evaluated(run, capsys, "evaluate.views=6")
     assert (one["views"], six["views"]) == (1, 6) and one["loss"] != six["loss"]
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("views: 1", "views: 6"))
@@ -399,7 +401,8 @@ def test_without_memory_for_the_whole_model_parts_are_advised() -> None:
 
 def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece that is read, and each array that has travelled, counts as progress on every rank."""
-    beats, pieces = list[int](), list[int]()
+    beats = list[int]()
+    pieces = list[int]()
 
     def read(mapped: bool, on_piece: Callable[[], None]) -> Any:
         found = read_checkpoint(run, "newest", mapped=mapped, on_piece=lambda: (pieces.append(1), on_piece()))

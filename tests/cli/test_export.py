@@ -101,7 +101,8 @@ def test_both_files_give_the_learners_logits(name: str, options: dict, arguments
     learner = trained(f"model.name={name}", *arguments)
     dtype = torch.float64 if "speed.precision=fp64" in arguments else torch.float32
     lines = [exported(capsys, "--to", file) for file in ("m.safetensors", "m.pt")]
-    fields, batch = metadata(), images()
+    fields = metadata()
+    batch = images()
     assert {key: json.loads(fields[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
         **{"mean": [0.4, 0.5], "std": [0.2, 0.3], "image_shape": [8, 4, 2], "classes": 3, "step": 1, "epochs": 0.5}
     }

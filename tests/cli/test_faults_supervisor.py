@@ -55,11 +55,13 @@ def ranks_of_starts(run: Path) -> list[int]:
 
 def test_a_job_is_killed_grows_and_shrinks(tmp_path: Path) -> None:
     """On one rank, which is killed; then on two, and on one again: the curve of a job that nobody disturbed."""
-    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    run = tmp_path / "run"
+    hosts = tmp_path / "hosts"
     slots(hosts, 1)
     with supervise(hosts, run) as job:
         wait_for(job, lambda: reached(run) >= 100 and kinds(run)[-1:] == ["trains"])  # which the supervisor writes once it has seen a step
-        killed_s, before = time.time(), len(events(run))
+        killed_s = time.time()
+        before = len(events(run))
         os.kill(job.pids()[0], signal.SIGKILL)
         wait_for(job, lambda: kinds(run)[-2:] == ["start", "trains"] and len(ranks_of_starts(run)) == 2)
         again = next(number for number, event in enumerate(events(run)) if number >= before and event["kind"] == "start")
@@ -82,7 +84,8 @@ def test_a_job_is_killed_grows_and_shrinks(tmp_path: Path) -> None:
 
 def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
     """A signal to the supervisor stops the job, which then goes on; a job that is over; and one that fails twice at the same step."""
-    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    run = tmp_path / "run"
+    hosts = tmp_path / "hosts"
     slots(hosts, 1)
     with supervise(hosts, run) as job:
         wait_for(job, lambda: reached(run) >= 50)
@@ -103,7 +106,8 @@ def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
 
 def test_a_drill(tmp_path: Path) -> None:
     """Each kind of kill on one job, which ends with 84 (guard.lost=restart) and is started again; then a rank is paused."""
-    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    run = tmp_path / "run"
+    hosts = tmp_path / "hosts"
     slots(hosts, 2)
     with supervise(hosts, run, "guard.lost=restart") as job:
         wait_for(job, lambda: reached(run) >= 100)
@@ -119,7 +123,8 @@ def test_a_drill(tmp_path: Path) -> None:
     assert len(codes) == len(KILLS) and codes[:2] == [LOST, LOST]
     starts = [number for number, event in enumerate(events(run)) if event["kind"] == "start"]
     for harm, number, failed in zip(killed, starts[1:], (line for line in told(run) if line["kind"] == "failed"), strict=True):
-        again, last = events(run)[number], next(e for e in reversed(events(run)[:number]) if e["kind"] in ("start", "step"))
+        again = events(run)[number]
+        last = next(e for e in reversed(events(run)[:number]) if e["kind"] in ("start", "step"))
         seen_s = [e["time"] for e in events(run)[:number] if e["kind"] in ("failed", "lost") and e["time"] >= last["time"]]
         first = next(event for event in events(run)[number:] if event["kind"] == "step")
         assert harm["steps_lost"] == last["step"] - again["step"] >= 0
@@ -142,7 +147,8 @@ def drilled(run: Path, *options: str) -> dict[str, Any]:
 
 def test_a_job_shrinks_in_memory_and_grows_back(tmp_path: Path) -> None:
     """guard.lost=shrink: rank 0 of two is killed; the other goes on in its process, and both are started again at the second look after."""
-    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    run = tmp_path / "run"
+    hosts = tmp_path / "hosts"
     slots(hosts, 2)
     with supervise(hosts, run, "guard.lost=shrink") as job:
         wait_for(job, lambda: kinds(run) == ["start", "trains"] and reached(run) >= 100)

@@ -48,7 +48,8 @@ JOBS = [
 @pytest.mark.parametrize("arguments", JOBS, ids=" ".join)
 def test_a_forecast_equals_a_walk_over_every_step(arguments: list[str]) -> None:
     job = planned(*arguments, dataset=1000)
-    p, walked = Progress(1000, total_samples(job.config, 1000)), []
+    p = Progress(1000, total_samples(job.config, 1000))
+    walked = []
     while not p.done and p.step < (job.config.stop.steps or 1e9):
         assert job.progress(p.step) == p
         walked.append((p, job.recipe.at(p)))
@@ -78,7 +79,8 @@ def test_forward_passes_are_those_of_a_step(arguments: list[str]) -> None:
         job = planned("batch.size=64", *GROWTH, *arguments, dataset=1000, ranks=ranks)
         for batch in (64, 300, 200):
             communicator: Any = SingleProcessCommunicator()
-            communicator.rank, communicator.size = ranks - 1, ranks
+            communicator.rank = ranks - 1
+            communicator.size = ranks
             passes = split_step(job.config, Progress(1000, 9000), batch, 64, communicator)
             assert job.forward_passes(batch) == len(passes)
 

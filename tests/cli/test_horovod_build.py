@@ -244,7 +244,8 @@ def test_a_verification_that_hangs_ends_with_its_children(tmp_path: Path) -> Non
 
 
 def test_a_start_that_hangs_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mpirun, mark = tmp_path / "mpirun", tmp_path / "mark"
+    mpirun = tmp_path / "mpirun"
+    mark = tmp_path / "mark"
     mpirun.write_text(
         f"#!/bin/sh\n[ -e {mark} ] || {{ touch {mark}; exec sleep 2000; }}\necho verified on rank 0; echo verified on rank 1\n"
     )

@@ -134,7 +134,8 @@ def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"the archive has horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder inside its own"):
         wheel.unpack(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())
     link = tarfile.TarInfo("link")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+    link.type = tarfile.SYMTYPE
+    link.linkname = "/etc"
     with tarfile.open(tmp_path / "links.tar.gz", "w:gz") as tar:
         tar.addfile(link)
     with pytest.raises(UserError, match="the archive has link"):
@@ -152,7 +153,8 @@ def test_an_archive_with_another_digest_is_refused_and_removed(tmp_path: Path) -
 
 def test_a_download_that_is_not_the_released_source_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
-    mirror, cache = tmp_path / "mirror", tmp_path / "cache"
+    mirror = tmp_path / "mirror"
+    cache = tmp_path / "cache"
     mirror.mkdir()
     planted = f"open({str(ran)!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='horovod', version='0.28.1')\n"
     sdist(mirror, {"setup.py": planted, "PKG-INFO": "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n"})
@@ -192,7 +194,8 @@ def test_the_first_error_of_a_failed_build_and_its_advice(log: str, error: str, 
 
 
 def test_a_source_that_does_not_compile_is_a_user_error_with_its_log(tmp_path: Path) -> None:
-    source, log = tmp_path / "source", tmp_path / "build.log"
+    source = tmp_path / "source"
+    log = tmp_path / "build.log"
     source.mkdir()
     (source / "setup.py").write_text("print('x.cc:1:2: fatal error: mpi.h: No such file or directory', flush=True); raise SystemExit(1)\n")
     with pytest.raises(UserError) as failed:

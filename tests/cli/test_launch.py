@@ -52,7 +52,9 @@ PMI_LIST = (
 )
 PMI_BARE = "MPI plugin types are...\n\tnone\n\tpmi2\n"  # the same without libpmix
 
-NO_HOSTS, EVEN, UNEVEN = (), (Host("n1", 4), Host("n2", 4)), (Host("n1", 3), Host("n2", 1))
+NO_HOSTS = ()
+EVEN = (Host("n1", 4), Host("n2", 4))
+UNEVEN = (Host("n1", 3), Host("n2", 1))
 MPI_TABLE: list[tuple[MpiKind, dict[str, object], str]] = [
     ("openmpi5", {"ranks": 2}, "mpirun -np 2 --bind-to none python train"),
     (
@@ -255,7 +257,8 @@ ROOT = ["--allow-run-as-root"] * (os.geteuid() == 0)
 
 def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    python, run = f"{bare}/python", f"{bare}/mpirun"
+    python = f"{bare}/python"
+    run = f"{bare}/mpirun"
     monkeypatch.setenv("WANDB_API_KEY", "x")
     for name in forwarded_variables(os.environ, []):
         if name != "PATH":
@@ -554,7 +557,8 @@ def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @needs_mpirun
 def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
-    run, ranks = f"run={tmp_path}/run", 4
+    run = f"run={tmp_path}/run"
+    ranks = 4
     quick = ["model.name=linear", "framework=numpy", "max_steps=12", "comm.engine=mpi", "batch.size=8", "log.every_steps=2"]
     done = run_launch(["-np", f"{ranks}", "--", run, *quick])
     assert done.returncode == 0, done.stderr

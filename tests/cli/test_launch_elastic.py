@@ -40,8 +40,12 @@ from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import JobEvents, Record
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
-KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV
-N1, N2, N3 = Host("n1", 2), Host("n2", 2), Host("n3", 4)
+KILLED = 128 + signal.SIGKILL
+TERMINATED = 128 + signal.SIGTERM
+CRASHED = 128 + signal.SIGSEGV
+N1 = Host("n1", 2)
+N2 = Host("n2", 2)
+N3 = Host("n3", 4)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,8 @@ def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPat
     """
     words = {"n1": "echo answers; sleep 60", "n2": "echo answers", "n3": "exit 1", "n4": f"sleep {SHORTEST_S + 1:g}; echo answers"}
     probes = Probes(lambda name: ["sh", "-c", words[name]], 60.0)
-    found, began_s = dict[str, bool](), time.monotonic()
+    found = dict[str, bool]()
+    began_s = time.monotonic()
     probes.ask(["n1", "n2"])
     while probes.are_open:
         found |= probes.poll()

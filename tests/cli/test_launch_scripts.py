@@ -201,7 +201,8 @@ def variables_of_torch(place: Placement, environ: dict[str, str], hosts: str | N
 
 def test_scripts_get_the_variables_of_torchrun() -> None:
     """rank 5 of 4 + 2 on two hosts; values that the user has set stay, or are refused."""
-    place, hosts = Placement(5, 6, 1, 2, "Hydra's mpiexec"), "n1:4,n2:2"
+    place = Placement(5, 6, 1, 2, "Hydra's mpiexec")
+    hosts = "n1:4,n2:2"
     found = variables_of_torch(place, {}, hosts)
     assert found == {
         **{"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},

@@ -42,7 +42,8 @@ def test_restarts_are_as_the_formula_says(every_s: float, cost_s: float, mtbf_s:
 @pytest.mark.parametrize("mtbf_s", [40.0, 3600.0])
 def test_last_checkpoints_are_as_the_formula_says(mtbf_s: float) -> None:
     """Exact in expectation; four standard errors of ten groups of 2,000 faults."""
-    random, times = Random(1), FaultTimes(sync_s=30.0, checkpoint_s=3.0)
+    random = Random(1)
+    times = FaultTimes(sync_s=30.0, checkpoint_s=3.0)
     groups = [simulate_last_checkpoints(times, mtbf_s, 100.0, random, 2000) for _ in range(10)]
     mean = sum(groups) / 10
     error = (sum((group - mean) ** 2 for group in groups) / 90) ** 0.5

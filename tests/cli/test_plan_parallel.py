@@ -18,7 +18,8 @@ from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.footprint import Footprint, PlannedWork
 
-INSIDE, BETWEEN = Link("inside", 1e-3, 1e6), Link("between", 1e-2, 1e5)
+INSIDE = Link("inside", 1e-3, 1e6)
+BETWEEN = Link("between", 1e-2, 1e5)
 TWO_NODES = Machine(1e9, 1e8, 1e7, INSIDE, BETWEEN, per_node=2, in_parts=3.0, assumed=())
 MLP = ["data.name=digits", "model.name=mlp", "model.widths=[63,64]"]
 MACHINE = ["--gflops", "1", "--ranks", "2", "--ranks-per-node", "1", "--between", "1MB/s,1ms"]

@@ -33,12 +33,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cells(path: Path, height: int, width: int) -> np.ndarray:
     """The images of a grid, each enlarged eightfold: uint8 (rows, columns, height, width)."""
     page = np.asarray(Image.open(path))
-    rows, columns = (page.shape[0] + 2) // (8 * height + 2), (page.shape[1] + 2) // (8 * width + 2)
+    rows = (page.shape[0] + 2) // (8 * height + 2)
+    columns = (page.shape[1] + 2) // (8 * width + 2)
     assert page.shape == (rows * (8 * height + 2) - 2, columns * (8 * width + 2) - 2)
     found = np.zeros((rows, columns, height, width), np.uint8)
     for row in range(rows):
         for column in range(columns):
-            top, left = row * (8 * height + 2), column * (8 * width + 2)
+            top = row * (8 * height + 2)
+            left = column * (8 * width + 2)
             found[row, column] = page[top : top + 8 * height : 8, left : left + 8 * width : 8]
     return found
 
@@ -65,7 +67,8 @@ def test_lower_halves_are_drawn_beside_whole_images(images: Path, tmp_path: Path
     val = digits.build("digits", None, "val").read(np.arange(360))["x"][..., 0].astype(int)
     coloured = colours[np.abs(val[..., None] - colours).argmin(3)]
     for pair in pairs[:4]:
-        whole, completed = pair[:, :8], pair[:, 8:]
+        whole = pair[:, :8]
+        completed = pair[:, 8:]
         assert (coloured == whole).all((1, 2)).any()
         assert np.array_equal(completed[:4], whole[:4])
     assert not np.array_equal(pairs[:4, 4:, :8], pairs[:4, 4:, 8:])
@@ -74,7 +77,8 @@ def test_lower_halves_are_drawn_beside_whole_images(images: Path, tmp_path: Path
 @pytest.mark.slow
 @needs_mpirun
 def test_two_ranks_draw_what_one_draws(images: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    one = tmp_path / "one.png"
+    two = tmp_path / "two.png"
     assert main(["sample", str(images), "--count", "5", "--png", str(one)]) == 0
     result = mpirun(2, ["-m", "hvdtrain", "sample", str(images), "--count", "5", "--png", str(two)])
     assert result.returncode == 0, result.stderr

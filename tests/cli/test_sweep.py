@@ -178,7 +178,8 @@ def done(*values: float, metric: RunMetric = ACCURACY) -> Result:
 
 
 def test_the_table_has_the_mean_over_the_seeds_and_the_best_row_first() -> None:
-    worse, better = ("optim.base_lr=0.1",), ("optim.base_lr=1",)
+    worse = ("optim.base_lr=0.1",)
+    better = ("optim.base_lr=1",)
     results = {
         Trial(1, (*worse, "seed=1")): done(0.5, 0.75),
         Trial(2, (*worse, "seed=2")): done(0.9, 0.25),
@@ -216,7 +217,9 @@ def test_trials_side_by_side_share_the_machine() -> None:
 
 def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
     """The objective is -(log10(rate) + 1)^2, best at 0.1."""
-    space, results, points = read_space([], ["optim.base_lr=log:0.0001:10"]), {}, []
+    space = read_space([], ["optim.base_lr=log:0.0001:10"])
+    results = {}
+    points = []
 
     def study(trials: int, recorded: list[Point]) -> OptunaStudy:
         return OptunaStudy(space, 3, trials, recorded, lambda trial: results.get(trial, waiting), points.append)
@@ -233,7 +236,8 @@ def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
     assert len(points) == len(results) == 25 and [trial.point for trial in results] == points
     errors = [-result.last for result in results.values()]
     assert sum(errors[-8:]) < sum(errors[:8]) / 2, errors
-    poor, hopeless = study(26, list(points)), Result("waiting", ACCURACY, (-99.0,), 1.0, 1.0, "")
+    poor = study(26, list(points))
+    hopeless = Result("waiting", ACCURACY, (-99.0,), 1.0, 1.0, "")
     trial = poor.following()
     assert trial is not None
     results[trial] = hopeless

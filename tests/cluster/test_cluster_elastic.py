@@ -60,7 +60,8 @@ def ranks_now(run: Path) -> object:
 
 
 def test_one_of_two_hosts_is_cut_off_and_comes_back_and_a_third_joins(hosts: Hosts, tmp_path: Path) -> None:
-    run, offer = tmp_path / "run", tmp_path / "offer"
+    run = tmp_path / "run"
+    offer = tmp_path / "offer"
     offer.write_text("#!/bin/sh\necho n1:1\necho n2:1\n")
     offer.chmod(0o755)
     with supervise(hosts, run, "--min", "1", "--max", "3", "--hosts-from", str(offer)) as job:

@@ -85,7 +85,8 @@ def of(engine: str) -> list[str]:
 
 def ended(job: Job, run: Path, hosts: list[str]) -> None:
     """The job went to its last step, on these hosts."""
-    result, emitted = job.wait(), events(run)
+    result = job.wait()
+    emitted = events(run)
     assert (result.returncode, emitted[-1]["kind"], emitted[-1]["step"]) == (0, "end", STEPS), result
     assert [event["hosts"] for event in emitted if event["kind"] == "start"][-1] == hosts
     assert re.search(r"^run folder: ", result.stdout, re.MULTILINE)
@@ -142,7 +143,9 @@ def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> 
 
 @pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:2])  # torchdist: test_a_host_is_lost
 def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
-    run, half = tmp_path / "run", 4 if engine == "mpi" else 2  # torch takes 2 s of a core to start
+    # torch takes 2 s of a core to start
+    run = tmp_path / "run"
+    half = 4 if engine == "mpi" else 2
     with hosts.mpirun(f"n1:{half},n2:{half}", [*JOB, *of(engine), f"run={run}"]) as job:
         wait_for(job, lambda: reached(run))
         placed = local_ranks(hosts)
@@ -165,7 +168,9 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
 
     PBS is faked: the test sets its variables, and qsub is a script that records its arguments.
     """
-    run, submitted, nodes = tmp_path / "run", tmp_path / "submitted", tmp_path / "nodes"
+    run = tmp_path / "run"
+    submitted = tmp_path / "submitted"
+    nodes = tmp_path / "nodes"
     nodes.write_text("n1\nn1\nn2\nn2\n")
     qsub = tmp_path / "bin" / "qsub"
     qsub.parent.mkdir()

@@ -58,7 +58,8 @@ def state(slurm: Slurm, number: str, wanted: set[str], limit_s: float = HANG_S) 
 
     A requeued one waits for 2 s, not for the 20 that its credentials last: a node does not start a job in the second that ended it.
     """
-    end_s, pending_s = time.monotonic() + limit_s, 0.0
+    end_s = time.monotonic() + limit_s
+    pending_s = 0.0
     while (job := slurm.job(number))["JobState"] not in wanted:
         assert time.monotonic() < end_s, job
         if job["JobState"] != "PENDING" or job["Restarts"] == "0":
@@ -193,7 +194,8 @@ def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:
     slurm.must("srun", "--mpi=pmix", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, f"run={straight}", env=ENV)
     number = submit(slurm, tmp_path, ["--time=1", "--signal=USR2@15"], [*JOB, "model.pass_s=0.05"])
     job = state(slurm, number, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"})
-    log, emitted = (tmp_path / "log").read_text(), events(tmp_path / "run")
+    log = (tmp_path / "log").read_text()
+    emitted = events(tmp_path / "run")
     print(log)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log + slurm.logs()
     stops = [(event["reason"], event["step"]) for event in emitted if event["kind"] == "stop"]
@@ -243,7 +245,8 @@ def test_a_node_is_drained_and_one_is_lost(slurm: Slurm, tmp_path: Path) -> None
         return slurm.must("sbatch", "--parsable", *options, "jobs/elastic.sbatch", *ELASTIC, env=env)
 
     def trains(ranks: int) -> None:
-        end_s, pending_s = time.monotonic() + 300, 0.0
+        end_s = time.monotonic() + 300
+        pending_s = 0.0
         while not ((lines := told(run)) and lines[-1]["kind"] == "trains" and lines[-1]["ranks"] == ranks):
             assert time.monotonic() < end_s, f"{lines[-3:]}\n{log.read_text()[-3000:]}\n{slurm.job(number)}\n{slurm.logs()}"
             time.sleep(0.2)
@@ -252,7 +255,8 @@ def test_a_node_is_drained_and_one_is_lost(slurm: Slurm, tmp_path: Path) -> None
             elif lines and time.monotonic() > pending_s + 2.0:  # as in state()
                 slurm.run("scontrol", "update", f"jobid={number}", "starttime=now")
 
-    log, number = tmp_path / "run.log", start(RUN=str(run))
+    log = tmp_path / "run.log"
+    number = start(RUN=str(run))
     try:
         trains(4)
         for word, ranks in (("drain", 2), ("resume", 4), ("down", 2), ("resume", 4)):

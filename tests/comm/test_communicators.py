@@ -104,7 +104,10 @@ class Idle(SingleProcessCommunicator):
     features = SingleProcessCommunicator.features | {"p2p"}
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = rank, 2, rank, 2
+        self.rank = rank
+        self.size = 2
+        self.local_rank = rank
+        self.local_size = 2
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         return CompletedHandle(x)

@@ -18,8 +18,10 @@ from hvdtrain.comm.device_memory import Answer, Choice, ask, choose
 from hvdtrain.comm.staging import Direct, Staged, Ways
 from hvdtrain.errors import UserError
 
-OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x, ident: 5.0.11\0", "MPICH Version:      4.2.3\nMPICH Release date: x"
-CRAY, MVAPICH = "MPI VERSION    : CRAY MPICH version 8.1.28.2 (ANL base 3.4a2)", "MVAPICH2 Version      :\t2.3.7\n"
+OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11\0"
+MPICH = "MPICH Version:      4.2.3\nMPICH Release date: x"
+CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.2 (ANL base 3.4a2)"
+MVAPICH = "MVAPICH2 Version      :\t2.3.7\n"
 NOTHING = "int MPI_Init(void) { return 0; }"
 QUERY = "int MPIX_Query_{}_support(void) {{ return {}; }}"
 BY_KIND = "int MPIX_GPU_query_support(int kind, int *found) { *found = kind == %d; return %d; }"
@@ -68,8 +70,11 @@ def test_what_a_library_says(
     assert found.takes_it is takes_it and how in found.how, found
 
 
-YES, NO, SILENT = Answer(True, "it says yes"), Answer(False, "it says no"), Answer(None, "it says nothing")
-DIRECT, COPIES = "GPU tensors are handed to MPI as they are: ", "GPU tensors go through page-locked host memory: "
+YES = Answer(True, "it says yes")
+NO = Answer(False, "it says no")
+SILENT = Answer(None, "it says nothing")
+DIRECT = "GPU tensors are handed to MPI as they are: "
+COPIES = "GPU tensors go through page-locked host memory: "
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,8 @@ def test_sums_of_16_bits_are_made_in_host_memory() -> None:
 
 def test_streams_of_a_copy_wait_for_each_other() -> None:
     """The host waits for nothing before run(), which the thread that calls MPI makes."""
-    gpus, x = LateGpu(), torch.zeros(3)
+    gpus = LateGpu()
+    x = torch.zeros(3)
     gpus.present(HOST).give(lambda: x.fill_(2.0))
     moving = Ways(gpus, "host").begin(x)
     assert gpus.log == ["side stream 1 waits for stream of MainThread", "side stream 1 keeps (3,)"]

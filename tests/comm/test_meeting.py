@@ -22,7 +22,9 @@ class OneOf:
     """What a Meeting asks of its communicator."""
 
     def __init__(self, rank: int, *others: Address) -> None:
-        self.rank, self.size, self._others = rank, 1 + len(others), others
+        self.rank = rank
+        self.size = 1 + len(others)
+        self._others = others
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [*self._others[: self.rank], thing, *self._others[self.rank :]]

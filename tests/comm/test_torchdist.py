@@ -143,7 +143,8 @@ def test_rank_0_listens_on_one_address_only() -> None:
 def test_a_name_that_is_a_loopback_one_at_home() -> None:
     """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
     route = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}.get  # host -> n1's own address on the network to it
-    by_name, alone = Rendezvous("n1", 4000, "n2"), Rendezvous("n1", 4000)
+    by_name = Rendezvous("n1", 4000, "n2")
+    alone = Rendezvous("n1", 4000)
     assert local_address(by_name, False, route) == "10.0.0.1" and host_to_connect(by_name, False, route) == "10.0.0.1"
     assert local_address(by_name, True, route) == LOOPBACK and host_to_connect(by_name, True, route) == "n1"
     by_address = Rendezvous("10.0.0.1", 4000, "n1")
@@ -193,7 +194,8 @@ def ranks_with_a_store(how: str) -> Iterator[tuple[Job, Job, int]]:
 def test_ranks_close_a_store_together(how: str, code: int) -> None:
     """Rank 0, which hosts the store, waits for a limited time; a rank that has not closed by then exits with an error."""
     with ranks_with_a_store(how) as (host, other, _):
-        kept, left = host.wait(), other.wait()
+        kept = host.wait()
+        left = other.wait()
     assert left.returncode == code, left
     assert ("the connection to rank 0 broke" in left.stderr) == (how == "late"), left
     if how == "both":
@@ -206,7 +208,8 @@ def test_a_stranger_does_not_end_a_job_with_success() -> None:
         stranger = dist.TCPStore(LOOPBACK, port, None, is_master=False, timeout=LIMIT, wait_for_workers=False)
         wait_until(lambda: stranger.add("ready", 0) == 2, "both ranks are there")
         stranger.set("abort", "0")
-        kept, left = host.wait(), other.wait()
+        kept = host.wait()
+        left = other.wait()
     assert (kept.returncode, left.returncode) == (errors.LOST, errors.LOST), (kept, left)
     assert "a process that is no rank of the job wrote its end into the store" in left.stderr, left
 
@@ -214,7 +217,8 @@ def test_a_stranger_does_not_end_a_job_with_success() -> None:
 @pytest.mark.parametrize("launched", [(2, 3), (3, 2)])
 def test_ranks_started_for_different_numbers_of_ranks_say_so_when_they_meet(launched: tuple[int, int]) -> None:
     """As where --num-gpus differs between hosts: not after comm.timeout_s, and on both."""
-    began, found = time.monotonic(), meet(Placement(0, launched[0], 0, 1, "torchrun"), Placement(1, launched[1], 0, 1, "torchrun"))
+    began = time.monotonic()
+    found = meet(Placement(0, launched[0], 0, 1, "torchrun"), Placement(1, launched[1], 0, 1, "torchrun"))
     assert time.monotonic() - began < LIMIT.total_seconds() / 2
     assert str(found[0]) == str(found[1])
     for rank, size in enumerate(launched):
@@ -302,7 +306,8 @@ class TwoRanks(SingleProcessCommunicator):
 
 def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))  # there is no GPU here
-    gpu, where = torch.device("cuda", 0), "speed.device, default"
+    gpu = torch.device("cuda", 0)
+    where = "speed.device, default"
     check_shared(gpu, TwoRanks(("a", "b"), nccl=True), where)
     check_shared(gpu, TwoRanks(("a", "a"), nccl=False), where)
     with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):

@@ -19,7 +19,8 @@ from hvdtrain.frameworks.torch.device import describe_device, gpu, pick_device
 from hvdtrain.training.build import connect
 from hvdtrain.training.telemetry.energy import Unmeasured, gpu_counter
 
-GPU_A, GPU_B = "GPU-5f3c1b0e", "GPU-8a2d"
+GPU_A = "GPU-5f3c1b0e"
+GPU_B = "GPU-8a2d"
 PARTS = [f"MIG-{name}" for name in ("41b3359c", "f6bb8763", "9c0c2f6a")]
 CUDA = torch.device("cuda", 0)
 

@@ -86,14 +86,17 @@ def test_a_closed_context_ends_no_process(make: Any, capsys: pytest.CaptureFixtu
 
 def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: Any) -> None:
     ctx, model, optimizer = make()
-    weight, bias, seen = model.weight.detach().clone(), model.bias.detach().clone(), []
+    weight = model.weight.detach().clone()
+    bias = model.bias.detach().clone()
+    seen = []
     for number, batch in enumerate(ctx.samples(DATA, batch=6, epochs=2, seed=5)):
         x, y = batch
         assert x is batch["x"] and (batch.count, batch.step, batch.epoch) == (6, number, 6 * number // 20)
         assert batch.ends_epoch == (number in (3, 6))
         seen += x[:, 0].tolist()
         expected = 2 * (x @ weight.T + bias - y[:, None])
-        weight, bias = weight - 1e-3 * (expected.T @ x) / 6, bias - 1e-3 * expected.mean(0)
+        weight = weight - 1e-3 * (expected.T @ x) / 6
+        bias = bias - 1e-3 * expected.mean(0)
         ctx.backward(loss_of(model, batch))
         optimizer.step()
         torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-12, atol=1e-12)
@@ -256,7 +259,8 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
     make: Any, tmp_path: Path, kept: str
 ) -> None:
     """The script calls it at the end of an epoch alone."""
-    run, steps = tmp_path / "run", []
+    run = tmp_path / "run"
+    steps = []
     for turn in range(2):
         ctx, model, optimizer = make(f"run={run}", "log.every_steps=4", "resume=auto")
         extra: dict[str, Any] = {"an object": {"other": torch.nn.Linear(1, 1)}, "a value": {"best": 1}}.get(kept, {})
@@ -643,7 +647,8 @@ def test_autocast_in_bfloat16_is_that_of_torch(make: Any) -> None:
     plain = torch.optim.SGD(alone.parameters(), lr=1e-3)
     for batch in ctx.samples({name: array.astype(np.float32) for name, array in DATA.items()}, batch=5, epochs=1):
         with torch.autocast("cpu", torch.bfloat16):
-            loss, expected = loss_of(model, batch), loss_of(alone, batch)
+            loss = loss_of(model, batch)
+            expected = loss_of(alone, batch)
         ctx.backward(loss)
         optimizer.step()
         plain.zero_grad()
@@ -1037,7 +1042,8 @@ def test_values_beside_model_and_optimizer() -> None:
 
 
 def test_names_that_differ_over_ranks_are_seen_by_their_fingerprint() -> None:
-    one, two = Logged(), Logged()
+    one = Logged()
+    two = Logged()
     one.add({"loss": 1.0}, 2.0)
     two.add({"lass": 1.0}, 2.0)
     (a, aa), (b, bb) = ((each.fingerprint()["names"], each.fingerprint()["squares"]) for each in (one, two))

@@ -88,7 +88,8 @@ def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimiz
 @needs_mpirun
 def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_stopped(tmp_path: Path) -> None:
     """Uneven shares of 7 samples, of 2 samples on 3 ranks, one of which has none; a run that goes on with 2, 3 and 1 ranks."""
-    run, expected = f"run={tmp_path / 'run'}", plain("adamw", 7)
+    run = f"run={tmp_path / 'run'}"
+    expected = plain("adamw", 7)
     of_2 = in_ways(tmp_path, 2, f"adamw 7 {STEPS}", f"adamw 7 4 {run}", f"adamw 7 8 {run}")
     of_3 = in_ways(tmp_path, 3, f"sgd 7 {STEPS}", f"chain 2 {STEPS}", f"adamw 7 10 {run}")
     (of_1,) = in_ways(tmp_path, 1, f"adamw 7 {STEPS} {run}")
@@ -200,7 +201,9 @@ def test_further_arguments_of_a_transformation(make: Any) -> None:
     """The rate is halved where the value that the script gives gets no better."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
     ctx, params, state = make(optimizer=optax.chain(optax.sgd(0.1), plateau))
-    alone, found, expected = plateau.init(params), [], []
+    alone = plateau.init(params)
+    found = []
+    expected = []
     for batch, value in zip(ctx.samples(DATA, batch=10, epochs=1), (3.0, 2.0, 2.0, 2.0, 2.0), strict=True):
         gradient = ctx.grad(loss_of)(params, batch)
         params, state = ctx.update(gradient, state, params, value=value)
@@ -236,7 +239,8 @@ class DeviceScalar:
     shape = ()
 
     def __init__(self, number: int, asked: list[int]) -> None:
-        self.number, self.asked = number, asked
+        self.number = number
+        self.asked = asked
 
     def block_until_ready(self) -> None: ...
 
@@ -409,7 +413,8 @@ def test_a_lost_rank_ends_the_loop(tmp_path: Path) -> None:
 
 def test_calls_of_jax_in_a_loop_of_torch(opened: list[ht.Context]) -> None:
     opened.append(ht.init())
-    ctx, net = opened[0], torch.nn.Linear(6, 1)
+    ctx = opened[0]
+    net = torch.nn.Linear(6, 1)
     ctx.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     for call, fix in [
         (lambda: ctx.grad(loss_of), "ctx.backward(loss); or another framework="),

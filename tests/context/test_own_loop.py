@@ -47,7 +47,8 @@ def by_hand() -> tuple[list[float], float]:
     losses = []
     for step in range(5):
         rows = positions_of_rank(7 * step, 7, 0, 1, 100, 1).samples
-        inputs, y = x[rows], x[rows].prod(1)
+        inputs = x[rows]
+        y = x[rows].prod(1)
         hidden = np.tanh(inputs @ w1.T + b1)
         error = (hidden @ w2.T + b2)[:, 0] - y
         losses.append(float((error**2).mean()))
@@ -221,7 +222,8 @@ def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_
 @pytest.mark.slow
 def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: dict[str, Any]) -> None:
     """A rank is killed at the first start; the second one goes on from the checkpoint."""
-    out, run = tmp_path / "out.json", tmp_path / "run"
+    out = tmp_path / "out.json"
+    run = tmp_path / "run"
     code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
     words = ["--elastic", "--max", "2", "--", SCRIPT, str(out), "--kill", "27", "1", f"run={run}", "comm.engine=mpi"]
     done = python(["-c", code, *words])

@@ -46,7 +46,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_end_is_that_of_one_process(
     engine: str, size: int, plan: str, lost: set[int], words: str, tmp_path: Path, straight: dict[str, Any]
 ) -> None:
-    out, run = tmp_path / "out.json", tmp_path / "run"
+    out = tmp_path / "out.json"
+    run = tmp_path / "run"
     argv = [SCRIPT, str(out), "--run", plan, f"run={run}", "guard.lost=shrink", "log.every_s=0", *words.split()]
     results = finish(engine, size, argv)
     codes = [result.returncode for result in results]

@@ -193,7 +193,8 @@ def test_a_name_that_changes_while_it_is_used_leads_nowhere_else(run: Path, outs
     """A thread swaps the name for a link and back, at least 100 uses succeed, and 100 are refused."""
     (run / "name").mkdir() if what == "folder" else (run / "name").write_bytes(b"inside")
     (run / "link").symlink_to(outside if what == "folder" else outside / "file")
-    stop, random = threading.Event(), Random(1)
+    stop = threading.Event()
+    random = Random(1)
 
     def swap() -> None:
         while not stop.is_set():

@@ -104,7 +104,8 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
 
 
 def test_an_image_is_mirrored_in_every_second_epoch_and_in_the_first_one_by_a_coin() -> None:
-    n, config = 20_000, AugmentConfig(flip="alternating")
+    n = 20_000
+    config = AugmentConfig(flip="alternating")
     epochs = [augmentation(config, n, epoch=epoch).flipped for epoch in range(5)]
     assert epochs[0] is not None and epochs[0].mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
     for epoch, flipped in enumerate(epochs):
@@ -116,7 +117,8 @@ def test_an_image_is_mirrored_in_every_second_epoch_and_in_the_first_one_by_a_co
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reflected_shifts_are_windows_of_torchs_reflection_padding(shape: tuple[int, int, int]) -> None:
-    x, shift = images(50, shape), augmentation(REFLECTED, 50, shape).reflected_shift
+    x = images(50, shape)
+    shift = augmentation(REFLECTED, 50, shape).reflected_shift
     zeros = augmentation(AugmentConfig(crop=4), 50, shape).shift
     assert shift is not None and np.abs(shift).max() == 4
     np.testing.assert_array_equal(shift, zeros, err_msg="the padding changes no random number")
@@ -132,7 +134,8 @@ def test_cutout_boxes_have_their_centre_on_any_pixel_and_are_clipped_at_the_bord
     square = augmentation(AugmentConfig(cutout=2), n, (4, 5, 3)).cutout_box
     assert square is not None
     edges, counts = np.unique(square, axis=0, return_counts=True)
-    rows, columns = [(0, 1), (0, 2), (1, 3), (2, 4)], [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
+    rows = [(0, 1), (0, 2), (1, 3), (2, 4)]
+    columns = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
     assert edges.tolist() == sorted([*r, *c] for r in rows for c in columns)
     assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # chi-square, 19 degrees of freedom, 99.9 %
     odd = augmentation(AugmentConfig(cutout=3), n, (9, 9, 3)).cutout_box
@@ -180,8 +183,10 @@ def test_crop_boxes_are_distributed_as_those_of_torchvision() -> None:
 
 @pytest.mark.parametrize("config", [ALL, BOXES, REFLECTED], ids=["crop", "box", "reflect"])
 def test_parameters_are_a_function_of_seed_epoch_and_sample(config: AugmentConfig) -> None:
-    epochs, rows = np.array([3, 3, 4, 4, 4, 5]), np.array([7, 50_000, 7, 0, 31, 7])
-    whole, order = augment.draw(config, 9, epochs, rows, (32, 32, 3)), np.array([4, 0, 5, 2, 1, 3])
+    epochs = np.array([3, 3, 4, 4, 4, 5])
+    rows = np.array([7, 50_000, 7, 0, 31, 7])
+    whole = augment.draw(config, 9, epochs, rows, (32, 32, 3))
+    order = np.array([4, 0, 5, 2, 1, 3])
     parts = [augment.draw(config, 9, epochs[part], rows[part], (32, 32, 3)) for part in (order[:1], order[1:1], order[1:])]
     for name, found in zip(AugmentationParameters._fields, zip(*parts, strict=True), strict=True):
         if found[0] is not None:
@@ -207,7 +212,8 @@ def test_parameters_are_a_function_of_seed_epoch_and_sample(config: AugmentConfi
 )
 @pytest.mark.parametrize("n", [0, 9])
 def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int, int, int], n: int) -> None:
-    x, d = images(n, shape), augmentation(config, n, shape)
+    x = images(n, shape)
+    d = augmentation(config, n, shape)
     host = augment.apply(x, d)
     assert host.shape == x.shape and host.dtype == np.uint8 and (n == 0 or (host != x).any())
     np.testing.assert_array_equal(torch_augment.apply_by_gathers(torch.from_numpy(x), d).numpy(), host)
@@ -221,7 +227,8 @@ def test_resized_crop_equals_torchvision_up_to_rounding(shape: tuple[int, int, i
     import_torchvision()
     from torchvision.transforms import functional
 
-    x, box = images(40, shape), augmentation(AugmentConfig(resized_crop=0.08), 40, shape).crop_box
+    x = images(40, shape)
+    box = augmentation(AugmentConfig(resized_crop=0.08), 40, shape).crop_box
     assert box is not None
     tensors = torch.from_numpy(x).permute(0, 3, 1, 2).double()
     theirs = [functional.resized_crop(image, *b, list(shape[:2]), antialias=False) for image, b in zip(tensors, box.tolist(), strict=True)]
@@ -248,7 +255,8 @@ MIXTURES = {"mixup": ALL, "cutmix": ALL.replace(mixup=0.0, cutmix=1.0, erase=0.5
 
 
 def mixture(n: int, config: AugmentConfig) -> Batch:
-    rng, d = np.random.default_rng(4), augmentation(config, n, (7, 6, 2))
+    rng = np.random.default_rng(4)
+    d = augmentation(config, n, (7, 6, 2))
     partners = augment.draw(config, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
     boxes = {} if d.cutmix_box is None else {"cutmix_box": d.cutmix_box}
     labels = boxes | {
@@ -267,10 +275,8 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str, kind
     class_weights = (0.5, 1.0, 2.0) if kind == "either" else None
     data = mixture(7, MIXTURES[kind])
     task = Classification((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]), top_k=2, class_weights=class_weights)
-    share, parts = (
-        data["mixup_weight"][:, None],
-        (augment.apply(data["x"], data["augmentation"]), augment.apply(data["partner_x"], data["partner_augmentation"])),
-    )
+    share = data["mixup_weight"][:, None]
+    parts = (augment.apply(data["x"], data["augmentation"]), augment.apply(data["partner_x"], data["partner_augmentation"]))
     x = np.floor(share[:, None, None] * parts[0] + (1 - share[:, None, None]) * parts[1] + 0.5)
     for place, (top, bottom, left, right) in enumerate(data.get("cutmix_box", np.zeros((7, 4), int))):
         x[place] = x[place] if kind == "mixup" or (kind == "either" and bottom == 0) else parts[0][place]
@@ -281,11 +287,16 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str, kind
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     label, label2 = (np.eye(3)[data[y]] * 0.7 + 0.1 for y in ("y", "partner_y"))
     if loss == "cross_entropy":
-        error, each, each2 = p, -(label * np.log(p)).sum(1), -(label2 * np.log(p)).sum(1)
+        error = p
+        each = -(label * np.log(p)).sum(1)
+        each2 = -(label2 * np.log(p)).sum(1)
     else:
-        error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
+        error = logits
+        each = ((logits - label) ** 2).sum(1) / 2
+        each2 = ((logits - label2) ** 2).sum(1) / 2
     first, second = (np.array(class_weights or (1.0, 1.0, 1.0))[data[y]] for y in ("y", "partner_y"))  # (7,)
-    each, each2 = first * each, second * each2
+    each = first * each
+    each2 = second * each2
     error = share * first[:, None] * (error - label) + (1 - share) * second[:, None] * (error - label2)
     error = data["w"][:, None] * error / 7
     for framework in ("numpy", "torch", "jax"):

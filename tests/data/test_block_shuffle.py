@@ -40,7 +40,8 @@ def expected(seed: int, epoch: int, dataset: int, block: int, window: int) -> li
 
 @pytest.mark.parametrize(("dataset", "block", "window"), SHUFFLES)
 def test_an_epoch_is_shuffled_as_the_contract_says(dataset: int, block: int, window: int) -> None:
-    shuffle, one = BlockShuffle(block, window), expected(3, 2, dataset, block, window)
+    shuffle = BlockShuffle(block, window)
+    one = expected(3, 2, dataset, block, window)
     assert shuffled_by_blocks(3, 2, dataset, shuffle, 0, dataset).tolist() == one and sorted(one) == list(range(dataset))
     for first, last in ((0, 1), (dataset // 3, dataset - 1), (dataset - 1, dataset), (2, 2)):
         assert shuffled_by_blocks(3, 2, dataset, shuffle, first, last).tolist() == one[first:last]
@@ -49,10 +50,8 @@ def test_an_epoch_is_shuffled_as_the_contract_says(dataset: int, block: int, win
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("dataset", "block", "window"), SHUFFLES)
 def test_ranks_together_read_the_samples_of_each_step_once(dataset: int, block: int, window: int, size: int) -> None:
-    shuffle, order = (
-        BlockShuffle(block, window),
-        [expected(3, epoch, dataset, block, window) for epoch in range((61 + dataset) // dataset + 1)],
-    )
+    shuffle = BlockShuffle(block, window)
+    order = [expected(3, epoch, dataset, block, window) for epoch in range((61 + dataset) // dataset + 1)]
     start = 0
     for count in (7, 40, 1, dataset, 13):
         wanted = [(position // dataset, order[position // dataset][position % dataset]) for position in range(start, start + count)]
@@ -68,7 +67,8 @@ def test_ranks_together_read_the_samples_of_each_step_once(dataset: int, block: 
 
 def test_how_random_it_is() -> None:
     """Beside a full shuffle of 64,000 samples: the distance from a sample's place in the data set, and the serial correlation of places."""
-    dataset, measures = 64_000, {}
+    dataset = 64_000
+    measures = {}
     for name, order in {
         "full": permutation(0, 0, dataset),
         **{window: shuffled_by_blocks(0, 0, dataset, BlockShuffle(64, window), 0, dataset) for window in (1, 16, 64)},
@@ -83,7 +83,8 @@ def test_how_random_it_is() -> None:
 
 def test_ranks_share_the_blocks_of_a_window() -> None:
     """Of 100 blocks in windows of 10, two ranks that read an epoch in steps of 40 read 1.3 times 100 blocks together, not 2 times."""
-    shuffle, dataset = BlockShuffle(64, 10), 6400
+    shuffle = BlockShuffle(64, 10)
+    dataset = 6400
     read = 0
     for rank in range(2):
         steps = [positions_of_rank(start, 40, rank, 2, dataset, 0, shuffle=shuffle).samples for start in range(0, dataset, 40)]

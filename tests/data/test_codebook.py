@@ -63,7 +63,8 @@ def test_the_pixels_are_those_that_counters_draw() -> None:
     found = draw_pixels(images, 8)
     assert found.shape == (2**16, 1)
     for draw in (0, 1, 2, 65535):
-        sample, place = fold(0x706978, 0, draw) % 1437, fold(0x706978, 1, draw) % 64
+        sample = fold(0x706978, 0, draw) % 1437
+        place = fold(0x706978, 1, draw) % 64
         assert found[draw, 0] == images.x[sample].reshape(64)[place]
 
 

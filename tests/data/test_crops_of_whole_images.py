@@ -60,7 +60,8 @@ def test_pixels_are_those_of_pil_and_the_same_however_they_are_read(tmp_path: Pa
     fill(tmp_path, suffix)
     source = train_set(tmp_path)
     files = sorted((tmp_path / "train").rglob(f"*.{suffix}"))
-    indices, epochs = np.array([0, 1, 2, 3, 4, 5] * 4), np.arange(24) // 6
+    indices = np.array([0, 1, 2, 3, 4, 5] * 4)
+    epochs = np.arange(24) // 6
     found = read_in_epochs(source, indices, epochs, 3)["x"]
     for row, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
         height, width = SIZES[int(files[index].stem)]
@@ -85,7 +86,8 @@ def test_a_batch_is_cropped_once_and_so_is_mixups_second_image(tmp_path: Path) -
         place = ["data.name=folder", f"data.root={tmp_path}", "data.size=16", "data.packed=false", "batch.size=2"]
         config = configure(None, [*place, "augment.resized_crop=0.2", *words, *more])
         source = open_datasets(config).train
-        samples, epochs = np.arange(len(source)), np.full(len(source), 5)
+        samples = np.arange(len(source))
+        epochs = np.full(len(source), 5)
         hyper = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7)
         batch = read_batch(source, Positions(samples, epochs), hyper, config, cached_on_device=False)
         assert batch["augmentation"].crop_box is None and batch["partner_augmentation"].crop_box is None
@@ -99,7 +101,8 @@ def test_boxes_of_each_images_own_size_are_distributed_as_those_of_torchvision()
     import_torchvision()
     from torchvision.transforms import RandomResizedCrop
 
-    sides, n = np.array([(40, 50), (30, 200), (75, 20)]), 12_000
+    sides = np.array([(40, 50), (30, 200), (75, 20)])
+    n = 12_000
     keys = draw_keys(1, np.zeros(n, np.int64), np.arange(n))
     of = np.arange(n) % 3
     boxes = crop_boxes(keys, 0.08, sides[of, 0], sides[of, 1])
@@ -108,7 +111,8 @@ def test_boxes_of_each_images_own_size_are_distributed_as_those_of_torchvision()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             draws = [RandomResizedCrop.get_params(torch.zeros(1, height, width), [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(3000)]
-        ours, theirs = boxes[of == number], np.array(draws)
+        ours = boxes[of == number]
+        theirs = np.array(draws)
         np.testing.assert_allclose(ours.mean(0), theirs.mean(0), atol=6 * (theirs.std(0) / 3000**0.5).max())
         np.testing.assert_allclose(ours.std(0), theirs.std(0), rtol=0.08, atol=0.2)
 

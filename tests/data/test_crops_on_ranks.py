@@ -13,7 +13,10 @@ from test_folder import save
 from hvdtrain.__main__ import main
 from hvdtrain.report.run import read_run
 
-STOP, END, EPOCH = 5, 12, 13  # of 13 images in steps of 5, over ranks and epochs unevenly
+# of 13 images in steps of 5, over ranks and epochs unevenly
+STOP = 5
+END = 12
+EPOCH = 13
 WORDS = ["data.name=folder", "data.size=8", "data.packed=false", "augment.resized_crop=0.2", "augment.flip=true", "seed=3"]
 WORDS += ["model.name=mlp", "model.widths=[6]", "speed.precision=fp64", "batch.size=5", "optim.base_lr=0.02", "epochs=null"]
 WORDS += ["log.every_steps=1", "guard.equal_steps=1"]
@@ -51,7 +54,9 @@ def on_two_ranks(*words: str) -> None:
 def test_two_ranks_train_on_the_boxes_of_one_and_a_resumed_job_too(tmp_path: Path) -> None:
     images(tmp_path / "images")
     words = [*WORDS, f"data.root={tmp_path / 'images'}"]
-    straight, fewer, more = tmp_path / "straight", tmp_path / "fewer", tmp_path / "more"
+    straight = tmp_path / "straight"
+    fewer = tmp_path / "fewer"
+    more = tmp_path / "more"
     assert main([*words, f"run={straight}", f"stop.steps={END}"]) == 0
     on_two_ranks(*words, f"run={fewer}", f"stop.steps={STOP}")
     assert main([*words, f"run={fewer}", f"stop.steps={END}"]) == 0

@@ -21,7 +21,8 @@ from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
 
 PROJECT = Path(__file__).parents[2]
-IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+IMAGES = "train-images-idx3-ubyte"
+LABELS = "train-labels-idx1-ubyte"
 X = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 Y = [3, 0, 9, 3, 1]
 IMAGES_FILE = bytes.fromhex("00000803 00000005 00000004 00000003") + X.tobytes()
@@ -240,7 +241,8 @@ assert (Path(sys.argv[1]) / "a").read_text() == "whole"
 
 def test_one_process_downloads_and_the_others_wait(tmp_path: Path) -> None:
     """Which goes on once both others have said that they wait."""
-    said, both_wait = tmp_path / "said", tmp_path / "both wait"
+    said = tmp_path / "said"
+    both_wait = tmp_path / "both wait"
     command = [sys.executable, "-c", ONE_OF_MANY, str(tmp_path / "data"), str(both_wait)]
     with said.open("a") as stderr:
         running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=stderr, text=True) for _ in range(3)]

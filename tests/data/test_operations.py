@@ -70,7 +70,8 @@ def of_torchvision(x: torch.Tensor, operation: Operation, argument: float) -> to
 def test_each_operation_is_torchvisions(operation: Operation, shape: tuple[int, int, int]) -> None:
     """To the bit; where torchvision rounds sums of float32, to one grey level. Its grids are of float64 for images of float64."""
     n, (low, high, _) = 40, RANGES[operation]
-    x, arguments = images(n, shape), np.random.default_rng(1).uniform(low, high, n)
+    x = images(n, shape)
+    arguments = np.random.default_rng(1).uniform(low, high, n)
     if operation in (Operation.POSTERIZE, Operation.SOLARIZE):
         arguments = np.floor(arguments)
     found = apply_operations(x, np.full((n, 1), operation), arguments[:, None], HostArrays())
@@ -135,7 +136,8 @@ def test_operations_and_their_directions_have_equal_probability() -> None:
 
 
 def test_jitter_is_drawn_as_torchvisions() -> None:
-    n, widths = 4000, [0.4, 1.5, 0.3, 0.1]
+    n = 4000
+    widths = [0.4, 1.5, 0.3, 0.1]
     operations, arguments = color_jitter(draw_keys(1, np.full(n, 3), np.arange(n)), widths)
     orders, counts = np.unique(operations, axis=0, return_counts=True)
     assert len(orders) == 24 and ((counts - n / 24) ** 2 / (n / 24)).sum() < 49.8  # 23 degrees of freedom, 99.9 %
@@ -145,7 +147,8 @@ def test_jitter_is_drawn_as_torchvisions() -> None:
         theirs = [transform.make_params([]) for _ in range(1000)]
     kinds = [Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR, Operation.HUE]
     for kind, name in zip(kinds, ("brightness", "contrast", "saturation", "hue"), strict=True):
-        found, other = arguments[operations == kind], np.array([each[f"{name}_factor"] for each in theirs])
+        found = arguments[operations == kind]
+        other = np.array([each[f"{name}_factor"] for each in theirs])
         width = np.ptp(other)
         np.testing.assert_allclose([found.min(), found.max()], [other.min(), other.max()], atol=0.02 * width)
         assert found.mean() == pytest.approx(other.mean(), abs=0.05 * width) and found.std() == pytest.approx(other.std(), rel=0.1)
@@ -165,7 +168,8 @@ def drawn(config: AugmentConfig, n: int, shape: tuple[int, int, int], epoch: int
 @pytest.mark.parametrize("shape", SHAPES[:2])
 @pytest.mark.parametrize("n", [0, 50])
 def test_an_image_does_not_depend_on_others_nor_on_the_device(shape: tuple[int, int, int], n: int) -> None:
-    x, d = images(n, shape), drawn(ALL, n, shape)
+    x = images(n, shape)
+    d = drawn(ALL, n, shape)
     whole = augment.apply(x, d)
     assert whole.shape == x.shape and whole.dtype == np.uint8
     np.testing.assert_array_equal(torch_augment.apply_by_gathers(torch.from_numpy(x), d).numpy(), whole)
@@ -176,7 +180,8 @@ def test_an_image_does_not_depend_on_others_nor_on_the_device(shape: tuple[int, 
 
 
 def test_erased_boxes_are_distributed_as_torchvisions() -> None:
-    transform, n = v2.RandomErasing(), 20_000
+    transform = v2.RandomErasing()
+    n = 20_000
     with torch.random.fork_rng():
         torch.manual_seed(0)
         params = [transform.make_params([torch.zeros(3, 40, 50)]) for _ in range(3000)]
@@ -192,7 +197,8 @@ def test_erased_boxes_are_distributed_as_torchvisions() -> None:
 
 
 def test_erased_pixels_are_random_and_the_others_stay() -> None:
-    n, shape = 200, (20, 24, 3)
+    n = 200
+    shape = (20, 24, 3)
     x, d = np.full((n, *shape), 7, np.uint8), drawn(AugmentConfig(erase=1.0), n, shape)
     found = augment.apply(x, d)
     assert d.erase_box is not None and d.erase_key is not None
@@ -216,12 +222,15 @@ def test_boxes_of_cutmix_by_hand() -> None:
 
 def test_boxes_and_labels_of_cutmix_are_torchvisions() -> None:
     """By the calls that its CutMix makes: a box of its making pastes the same pixels, and has the same weight."""
-    n, shape = 300, (9, 14, 3)
-    x, other = images(2 * n, shape)[:n], images(2 * n, shape)[n:]
+    n = 300
+    shape = (9, 14, 3)
+    x = images(2 * n, shape)[:n]
+    other = images(2 * n, shape)[n:]
     d = drawn(AugmentConfig(cutmix=1.0), n, shape)
     assert d.cutmix_box is not None and d.mixup_weight is not None
     batch = {"x": x, "partner_x": other, "cutmix_box": d.cutmix_box, "mixup_weight": d.mixup_weight}
-    found, transform = augment.augment_batch(batch)["x"], v2.CutMix(num_classes=10)
+    found = augment.augment_batch(batch)["x"]
+    transform = v2.CutMix(num_classes=10)
     for place, (top, bottom, left, right) in enumerate(d.cutmix_box.tolist()):
         params: dict[str, Any] = {"box": (left, top, right, bottom), "batch_size": 2, "labels": None}
         both = torch.from_numpy(np.stack([x[place], other[place]])).permute(0, 3, 1, 2)
@@ -237,10 +246,12 @@ def test_boxes_and_labels_of_cutmix_are_torchvisions() -> None:
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_shares_of_cutmix_before_clipping_follow_the_beta_distribution(alpha: float) -> None:
     """Of images that are so large that few boxes are clipped, by a rare centre: the sides of boxes that touch no border."""
-    n, size = 40_000, 2000
+    n = 40_000
+    size = 2000
     box = drawn(AugmentConfig(cutmix=alpha), n, (size, size, 1)).cutmix_box
     assert box is not None
-    sides, expected = box[:, 1] - box[:, 0], size * np.sqrt(np.random.default_rng(0).beta(alpha, alpha, n))
+    sides = box[:, 1] - box[:, 0]
+    expected = size * np.sqrt(np.random.default_rng(0).beta(alpha, alpha, n))
     corner = (box[:, 0] > 0) & (box[:, 1] < size)
     centres = np.random.default_rng(1).integers(0, size, n)
     fits = (centres - expected / 2 > 0) & (centres + expected / 2 < size)
@@ -249,7 +260,8 @@ def test_shares_of_cutmix_before_clipping_follow_the_beta_distribution(alpha: fl
 
 
 def test_with_mixup_each_sample_has_one_of_both() -> None:
-    n, shape = 4000, (32, 32, 3)
+    n = 4000
+    shape = (32, 32, 3)
     config = AugmentConfig(cutmix=1.0, mixup=0.4)
     both, cut, mixed = (drawn(each, n, shape) for each in (config, AugmentConfig(cutmix=1.0), AugmentConfig(mixup=0.4)))
     assert both.cutmix_box is not None and cut.cutmix_box is not None and both.mixup_weight is not None
@@ -257,11 +269,13 @@ def test_with_mixup_each_sample_has_one_of_both() -> None:
     assert is_cut.mean() == pytest.approx(0.5, abs=0.03)
     np.testing.assert_array_equal(both.mixup_weight[~is_cut], mixed.mixup_weight[~is_cut])
     np.testing.assert_array_equal(both.cutmix_box, np.where(is_cut[:, None], cut.cutmix_box, 0))
-    x, other = images(2 * n, (8, 8, 1))[:n], images(2 * n, (8, 8, 1))[n:]
+    x = images(2 * n, (8, 8, 1))[:n]
+    other = images(2 * n, (8, 8, 1))[n:]
     d = drawn(config, n, (8, 8, 1))
     assert d.cutmix_box is not None and d.mixup_weight is not None
     batch = {"x": x, "partner_x": other, "cutmix_box": d.cutmix_box, "mixup_weight": d.mixup_weight}
-    found, has_box = augment.augment_batch(batch)["x"], d.cutmix_box[:, 1] > 0
+    found = augment.augment_batch(batch)["x"]
+    has_box = d.cutmix_box[:, 1] > 0
     np.testing.assert_array_equal(found[has_box], paste(x, other, d.cutmix_box)[has_box])
     np.testing.assert_array_equal(found[~has_box], augment.mixup(x, other, d.mixup_weight)[~has_box])
     tensors = {name: torch.from_numpy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x")}
@@ -270,13 +284,15 @@ def test_with_mixup_each_sample_has_one_of_both() -> None:
 
 def test_masks_move_as_images_under_operations() -> None:
     """Of images that are their masks, under operations that move pixels."""
-    rng, n = np.random.default_rng(1), 60
+    rng = np.random.default_rng(1)
+    n = 60
     masks = rng.integers(1, 9, (n, 10, 14)).astype(np.uint8)
     operations = rng.choice([*GEOMETRIC, Operation.IDENTITY], (n, 2))
     low, high = np.array([RANGES[operation][:2] for operation in Operation]).T
     arguments = rng.uniform(low[operations], high[operations])
     parameters = AugmentationParameters(flipped=rng.random(n) < 0.5, operation=operations, argument=arguments)
-    moved, found = move(masks, parameters, 9), augment.apply(masks[..., None], parameters)[..., 0]
+    moved = move(masks, parameters, 9)
+    found = augment.apply(masks[..., None], parameters)[..., 0]
     assert (np.where(found == 0, 9, found) == moved).all() and (moved != masks).mean() > 0.3
     colours = np.full_like(operations, Operation.EQUALIZE)
     assert (move(masks, AugmentationParameters(operation=colours, argument=arguments), 9) == masks).all()

@@ -143,11 +143,13 @@ def test_a_table_needs_numbers() -> None:
 
 def test_samples_are_drawn_by_seed_epoch_and_sample_alone() -> None:
     """Whatever their order, their batch and the process that reads them; this process's own generators stay as they are."""
-    here, there = source(Noisy("train")), source(Noisy("train"), workers=2)
+    here = source(Noisy("train"))
+    there = source(Noisy("train"), workers=2)
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     expected = random.random(), np.random.rand(), torch.rand(())
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    indices, epochs = np.array([5, 9, 130, 5, 0]), np.array([0, 0, 0, 1, 1])
+    indices = np.array([5, 9, 130, 5, 0])
+    epochs = np.array([0, 0, 0, 1, 1])
     batch = read_in_epochs(here, indices, epochs, 4)
     assert (random.random(), np.random.rand(), torch.rand(())) == expected
     one_by_one = [read_in_epochs(here, indices[[i]], epochs[[i]], 4) for i in (4, 3, 2, 1, 0)][::-1]

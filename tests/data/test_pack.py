@@ -37,7 +37,8 @@ class Counted:
     where = "memory"
 
     def __init__(self, images: int = IMAGES, broken: int | None = None) -> None:
-        self.images, self.broken = images, broken
+        self.images = images
+        self.broken = broken
         self.asked: list[int] = []
 
     def __len__(self) -> int:
@@ -224,7 +225,8 @@ class TwoAtOnce(Counted):
 
     def __init__(self, padding: int, timeout_s: float) -> None:
         super().__init__()
-        self.padding, self.timeout_s = padding, timeout_s
+        self.padding = padding
+        self.timeout_s = timeout_s
         self.both = Barrier(2)  # breaks where a thread waits in vain
 
     def content(self, index: int) -> bytes:
@@ -254,7 +256,8 @@ def test_images_decoded_on_read_equal_the_packed_ones_and_write_nothing(tmp_path
         assert sorted(tmp_path.rglob("*")) == before and isinstance(loose, ImageSource)
         kept = folder.build("folder", tmp_path, split, **options)
         order = np.array([2, 0, 0, 1, len(kept) - 1])
-        one, two = loose.read(order), kept.read(order)
+        one = loose.read(order)
+        two = kept.read(order)
         assert (len(loose), loose.shape, loose.classes) == (len(kept), kept.shape, 2)
         np.testing.assert_array_equal(one["x"], two["x"])
         assert one["y"].tolist() == two["y"].tolist() and one["x"].any() and one["y"].dtype == np.int64

@@ -60,9 +60,11 @@ def test_a_row_has_its_sequences_and_their_segments(of: Callable[[Any], Any]) ->
 
 
 def test_losses_and_gradients_are_those_of_each_sequence_alone() -> None:
-    sequences, model = tokens(), gpt()
+    sequences = tokens()
+    model = gpt()
     source = source_of({"tokens": sequences}, ROW)
-    part, batch = TorchLanguage(None, 0.0, packed=True), source.read(np.arange(len(source)))
+    part = TorchLanguage(None, 0.0, packed=True)
+    batch = source.read(np.arange(len(source)))
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     each = part.each(model(**part.inputs(tensors)), tensors, training=True)
     found = torch.autograd.grad(each.loss.sum(), list(model.parameters()))
@@ -93,7 +95,8 @@ def test_steps_are_those_of_sequences_alone_on_ranks_and_resumed(tmp_path: Path)
 
 def test_evaluations_predictions_and_continuations() -> None:
     run = packing_jobs.packed("run")
-    model, validation = gpt(), tokens(20, 8)
+    model = gpt()
+    validation = tokens(20, 8)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in run.weights.items()})
     with torch.no_grad():
         losses, counts = zip(*(packing_jobs.alone(model, one) for one in validation), strict=True)

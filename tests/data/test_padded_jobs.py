@@ -93,13 +93,15 @@ def test_a_metric_of_a_library_counts_no_padding() -> None:
 
     def job(**metrics: Any) -> Any:
         words = ["data.pad={x: 0, y: -100}", "batch.evaluate=7", "stop.steps=3", "run=metrics"]
-        loss, val = torch.nn.CrossEntropyLoss(), data(tokens(20, 8))
+        loss = torch.nn.CrossEntropyLoss()
+        val = data(tokens(20, 8))
         given = {"train_data": data(tokens()), "val_data": val, "model": made(TwoClasses), "loss": loss, "metrics": metrics}
         return hvdtrain.train({}, *JOB, *words, **given)
 
     import_torchvision()  # torchmetrics imports it
     torchmetrics = pytest.importorskip("torchmetrics")
-    accuracy, f1 = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.BinaryAUROC
+    accuracy = torchmetrics.classification.MulticlassAccuracy
+    f1 = torchmetrics.classification.BinaryAUROC
     for metric, inputs in ((accuracy(2, average="micro"), ()), (accuracy(2, ignore_index=0), ()), (f1(), ())):
         with pytest.raises(UserError, match=r"metric of: \w+ would take the padding of y, -100, for targets") as caught:
             job(of=(metric, "max", *inputs))

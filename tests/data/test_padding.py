@@ -72,7 +72,8 @@ def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_pat
 
 def test_the_loss_is_that_of_samples_padded_to_the_longest_of_the_data() -> None:
     """Whole rows with a token more, which task.ignore leaves out: the numbers of the library before samples could differ."""
-    longest, extra = 24, sequence_jobs.VOCABULARY
+    longest = 24
+    extra = sequence_jobs.VOCABULARY
     sets = [[np.pad(one, (0, longest - len(one)), constant_values=extra) for one in part] for part in (tokens(), tokens(20, 8))]
     train, val = (NamedArrays({"tokens": np.array(rows)}, {"tokens": extra + 1}) for rows in sets)
     job = {"run": "longest", "stop.steps": sequence_jobs.STEPS, "task.name": "language"}
@@ -223,7 +224,8 @@ def test_facts_of_padded_fields() -> None:
 
 def test_the_configuration_has_mappings(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("data:\n  pad: {x: 0, y: -7}\n  mask:\n    y: real\n")
-    of_file, of_words = configure("job.yaml", []), configure(None, PAD_ROWS)
+    of_file = configure("job.yaml", [])
+    of_words = configure(None, PAD_ROWS)
     assert dict(of_file.data.pad) == dict(of_words.data.pad) == {"x": 0, "y": -7} and of_file.data.mask == {"y": "real"}
 
 

@@ -43,7 +43,8 @@ def expected(weights: np.ndarray, seed: int, positions: range) -> list[int]:
 
 @pytest.mark.parametrize("weights", [np.array([0.0, 1.0, 3.0, 0.0, 2.0, 0.0]), np.array([1e308, 1e308, 0, 5e307]), np.array([0, 0, 5])])
 def test_draws_are_in_proportion_to_the_weights(weights: np.ndarray) -> None:
-    draws, count = WeightedDraws(weights), 40_000
+    draws = WeightedDraws(weights)
+    count = 40_000
     found = draws.positions(17, count, len(weights), 5)
     assert found.samples[:400].tolist() == expected(weights, 5, range(17, 417))
     assert found.epochs.tolist() == list(range(17, 17 + count))  # random numbers of their own

@@ -69,7 +69,8 @@ def test_equal_to_the_definition_one_position_at_a_time(size: int, sampling: Sam
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_sample_once_an_epoch(size: int, sampling: Sampling) -> None:
-    dataset, batch = 53, 10
+    dataset = 53
+    batch = 10
     for epoch in range(3):
         ends = [*range(epoch * dataset, (epoch + 1) * dataset, batch), (epoch + 1) * dataset]
         read = [i for a, b in pairwise(ends) for i in together(a, b - a, size, dataset, sampling)]
@@ -87,7 +88,8 @@ def test_all_ranks_together_read_the_same_for_any_size(sampling: Sampling) -> No
 
 @pytest.mark.parametrize("size", SIZES)
 def test_in_a_partition_each_rank_reads_one_part_of_the_epoch(size: int) -> None:
-    dataset, batch = 40, 8
+    dataset = 40
+    batch = 8
     for epoch in range(3):
         order = shuffled(7, epoch, dataset)
         parts = []
@@ -137,7 +139,8 @@ def test_the_result_may_be_changed_and_the_permutation_may_not() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_large_set_needs_no_array_of_its_size(sampling: Sampling) -> None:
-    dataset, batch = 10**9, 4096
+    dataset = 10**9
+    batch = 4096
     start = 3 * dataset - 1000  # the step crosses the end of epoch 2
     tracemalloc.start()
     of_ranks = [positions_of_rank(start, batch, rank, 3, dataset, 7, sampling) for rank in range(3)]

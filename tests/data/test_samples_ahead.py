@@ -31,7 +31,9 @@ from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.upcoming import Upcoming
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
-SAMPLES, BATCH, ROWS = 3000, 20, 15
+SAMPLES = 3000
+BATCH = 20
+ROWS = 15
 X = np.random.default_rng(1).normal(size=(SAMPLES, 4, 40)).astype("f4")  # 1.9 MB, twice the cache
 Y = X.reshape(SAMPLES, -1)[:, :2].copy()
 
@@ -72,7 +74,8 @@ def steps(progress: Progress) -> Iterator[Progress]:
 
 
 def test_blocks_are_decoded_a_fraction_as_often(tmp_path: Path) -> None:
-    told, untold = of(tmp_path), of_file(tmp_path / "a.h5")
+    told = of(tmp_path)
+    untold = of_file(tmp_path / "a.h5")
     upcoming = Upcoming(told, samples_of, steps)
     for progress in steps(Progress(SAMPLES, 3 * SAMPLES)):
         upcoming.reads(progress)
@@ -80,7 +83,8 @@ def test_blocks_are_decoded_a_fraction_as_often(tmp_path: Path) -> None:
         batch = told.read(samples)
         assert batch["x"].tobytes() == X[samples].tobytes() == untold.read(samples)["x"].tobytes()
         assert batch["y"].tolist() == samples.tolist() and batch["y"].dtype == np.float32
-    decoded, before = told.samples.cache.decoded, untold.samples.cache.decoded
+    decoded = told.samples.cache.decoded
+    before = untold.samples.cache.decoded
     assert decoded < before / 4, (decoded, before)
     need = Foresight(SAMPLES, ROWS, int(0.875e6) // 644)
     assert 1 < decoded / (3 * SAMPLES * need.decoded) < 1.75, (decoded, need)
@@ -157,7 +161,9 @@ class Listening(AroundSource):
     foresight = Foresight(500, 4, 40)
 
     def __init__(self, source: Source) -> None:
-        self.source, self.told, self.reads = source, [np.empty(0, np.int64)], list[np.ndarray]()
+        self.source = source
+        self.told = [np.empty(0, np.int64)]
+        self.reads = list[np.ndarray]()
 
     def read(self, indices: np.ndarray) -> Batch:
         self.reads.append(indices)
@@ -184,12 +190,14 @@ def test_a_prefetcher_tells_what_it_reads(words: list[str]) -> None:
     learner = build_learner(config, build_task(arrays, arrays, config), SingleProcessCommunicator())
     prefetcher = Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner)
     for start in (0, 490):  # from the beginning, and as a job that is resumed
-        progress, source.reads = Progress(500, 1000, 0, start), []
+        progress = Progress(500, 1000, 0, start)
+        source.reads = []
         for _ in range(30):
             prefetcher.take(progress)
             progress = progress.advance(13)
         prefetcher.drain()
-        told, read = np.concatenate(source.told).tolist(), np.concatenate(source.reads).tolist()
+        told = np.concatenate(source.told).tolist()
+        read = np.concatenate(source.reads).tolist()
         assert told[: len(read)] == read == positions_of_rank(start, len(read), 0, 1, 500, config.seed).samples.tolist()
         assert source.foresight.ahead - 13 < len(told) - len(read) <= source.foresight.ahead or len(told) == -(-(1000 - start) // 13) * 13
     prefetcher.close()
@@ -204,7 +212,8 @@ def test_partners_of_a_mixture_are_told_too() -> None:
     prefetcher = Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner)
     for step in range(5):
         prefetcher.take(Progress(500, 5000, step, 13 * step))
-    told, read = np.concatenate(source.told).tolist(), np.concatenate(source.reads).tolist()
+    told = np.concatenate(source.told).tolist()
+    read = np.concatenate(source.reads).tolist()
     assert len(read) == 5 * 26 and told[: len(read)] == read
     assert sorted(set(read)) != sorted(set(positions_of_rank(0, 65, 0, 1, 500, config.seed).samples.tolist()))
 

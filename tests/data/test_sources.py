@@ -94,7 +94,8 @@ def test_wrong_arrays_are_refused(x: np.ndarray, y: np.ndarray, text: str) -> No
 @pytest.mark.parametrize("of_dataset", [False, True])
 def test_labels_take_the_memory_of_their_own_type(monkeypatch: pytest.MonkeyPatch, of_dataset: bool) -> None:
     """Of 2 million images, in memory or too large for it, with labels of a byte; as int64 they would be 16 MB, and with a place each 32."""
-    x, y = np.zeros((2_000_000, 1, 1, 1), np.uint8), np.arange(2_000_000, dtype=np.uint16).astype(np.uint8)
+    x = np.zeros((2_000_000, 1, 1, 1), np.uint8)
+    y = np.arange(2_000_000, dtype=np.uint16).astype(np.uint8)
     if of_dataset:
         monkeypatch.setattr(arrays, "LARGE_BYTES", 2**20)
     tracemalloc.start()
@@ -119,7 +120,8 @@ def test_digits_are_scikit_learns_and_split_once() -> None:
     from sklearn.datasets import load_digits
 
     given = load_digits()
-    train, val = digits.build("digits", None, "train"), digits.build("digits", None, "val")
+    train = digits.build("digits", None, "train")
+    val = digits.build("digits", None, "val")
     assert (len(train), len(val), train.shape, train.classes) == (1437, 360, (8, 8, 1), 10)
     read = [source.read(np.arange(len(source))) for source in (train, val)]
     x = np.concatenate([batch["x"] for batch in read])[..., 0]
@@ -160,7 +162,8 @@ def test_synthetic_pixels_follow_their_formula() -> None:
 def test_synthetic_can_be_learned() -> None:
     train = synthetic.build("synthetic", None, "train", samples=400)
     val = synthetic.build("synthetic", None, "val", val_samples=200)
-    seen, unseen = train.read(np.arange(400)), val.read(np.arange(200))
+    seen = train.read(np.arange(400))
+    unseen = val.read(np.arange(200))
     means = np.stack([seen["x"][seen["y"] == label].mean(0) for label in range(10)])  # (classes, H, W, C)
     distances = ((unseen["x"][:, None].astype(float) - means) ** 2).sum((2, 3, 4))  # (n, classes)
     assert (distances.argmin(1) == unseen["y"]).mean() > 0.95

@@ -93,7 +93,8 @@ def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixt
 
 def flip(path: Path) -> None:
     """One bit, and the times as they were: only the checksum shows it."""
-    seen, content = path.stat(), bytearray(path.read_bytes())
+    seen = path.stat()
+    content = bytearray(path.read_bytes())
     content[500] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))

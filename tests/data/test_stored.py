@@ -244,11 +244,13 @@ def test_zarr_damaged_at_random_is_read_or_refused(version: int, kind: str, tmp_
     options |= {"compressors": [GzipCodec(), Crc32cCodec()], "shards": (48, 6, 5, 4)} if kind == "shards" else {}
     group: Any = library.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=version)
     group.create_array("fields/u", shape=U.shape, chunks=(16, 6, 5, 4), dtype="f4", **options)[:] = U
-    random, found = np.random.default_rng([version, len(kind)]), Counter[str]()
+    random = np.random.default_rng([version, len(kind)])
+    found = Counter[str]()
     files = [file for file in sorted((tmp_path / "a.zarr").rglob("*")) if file.is_file()]
     for number in range(60):
         file = files[int(random.integers(len(files)))]
-        whole, damaged = file.read_bytes(), bytearray(file.read_bytes())
+        whole = file.read_bytes()
+        damaged = bytearray(file.read_bytes())
         for _ in range(1 + number % 3):
             damaged[random.integers(len(damaged))] ^= 1 << int(random.integers(8))
         file.write_bytes(damaged if number % 4 else damaged[: int(random.integers(len(damaged)))])
@@ -309,7 +311,8 @@ def test_pixels_with_their_channels_first_are_images_of_every_task(task: str, tm
     """Of files, of files with an array for each channel, and of arrays: the weights of a job on (n, H, W, C)."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(5)
-    x, samples = random.integers(0, 256, (24, 8, 8, 3), np.uint8), 24
+    x = random.integers(0, 256, (24, 8, 8, 3), np.uint8)
+    samples = 24
     targets = {"regression": (samples,), "multilabel": (samples, 4), "segmentation": (samples, 8, 8)}
     y = random.integers(0, 2, targets[task])
     y = y.astype(np.float32) if task == "regression" else y
@@ -530,7 +533,8 @@ def test_a_file_larger_than_the_memory_that_a_process_may_have_is_read(tmp_path:
     """Two arrays of 1 GB each, one packed and one that is a hole in the file, and 200 MB of memory beyond what the imports take."""
     import h5py
 
-    rows, chunk = 65536, 256
+    rows = 65536
+    chunk = 256
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("plain", (rows, 4096), "f4")[-1] = 0
         packed = file.create_dataset("packed", (rows, 4096), "f4", chunks=(chunk, 4096), compression="gzip")

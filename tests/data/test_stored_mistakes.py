@@ -47,7 +47,8 @@ def test_a_value_of_the_split_that_no_sample_has(values: list[object], tmp_path:
 
 
 def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:
-    raw, missing = np.array([1, -9999], np.int16), {"_FillValue": np.int16(-9999)}
+    raw = np.array([1, -9999], np.int16)
+    missing = {"_FillValue": np.int16(-9999)}
     with pytest.raises(UserError, match="1 numbers are missing"):
         unpacked(raw, missing, np.dtype("int16"), "u of f.nc")
     packed = unpacked(raw, missing | {"scale_factor": 0.1}, np.dtype("float32"), "u of f.nc")
@@ -97,7 +98,8 @@ def test_numbers_by_the_conventions_of_netcdf() -> None:
     assert unpacked(signed, unsigned, unpacked_dtype(signed.dtype, unsigned), "").tolist() == [255, 5]
     scaled = unsigned | {"scale_factor": 0.5, "_FillValue": np.int8(5)}
     np.testing.assert_array_equal(unpacked(signed, scaled, np.dtype("float32"), ""), [127.5, np.nan])
-    floats, within = np.array([5.0, 500.0, -1.0], np.float32), {"valid_range": np.array([0.0, 100.0])}
+    floats = np.array([5.0, 500.0, -1.0], np.float32)
+    within = {"valid_range": np.array([0.0, 100.0])}
     np.testing.assert_array_equal(unpacked(floats, within, floats.dtype, ""), [5.0, np.nan, np.nan])
     np.testing.assert_array_equal(unpacked(signed, {"scale_factor": 2.0, "valid_max": 9.0}, np.dtype("float32"), ""), [-2.0, np.nan])
     with pytest.raises(UserError, match="2 numbers are missing"):
@@ -152,7 +154,8 @@ def test_attributes_of_another_width_than_the_array(attribute: str, width: str) 
         array = np.array([3, number, -9], width)
         bound = np.float64(number) if width != "f8" else np.float32(number)
         if attribute.startswith("valid"):
-            raw, dtype = np.array([-9, number], width), np.dtype(width)
+            raw = np.array([-9, number], width)
+            dtype = np.dtype(width)
             found = unpacked(
                 raw, {attribute: bound if attribute == "valid_max" else np.array([-9, bound], bound.dtype)}, dtype, "u of f.nc"
             )
@@ -232,7 +235,9 @@ def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path
 
 @pytest.mark.parametrize("library", ["hdf5", "zarr", "npz", "csv", "parquet"])
 def test_the_column_of_the_split_has_a_value_for_each_sample(library: str, tmp_path: Path) -> None:
-    x, y, year = np.arange(8.0), np.arange(8.0), np.repeat([2000, 2001], [5, 3])
+    x = np.arange(8.0)
+    y = np.arange(8.0)
+    year = np.repeat([2000, 2001], [5, 3])
     path = tmp_path / f"t.{'h5' if library == 'hdf5' else library}"
     if library == "hdf5":
         with h5py.File(path, "w") as file:
@@ -279,7 +284,7 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
         array[:] = [3, -32767]
         array.attrs.update({"scale_factor": 0.5} | more)
     for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
-        (array_,) = (zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name),)
+        array_ = zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name)
         np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
 
 

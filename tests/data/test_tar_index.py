@@ -29,7 +29,8 @@ def test_labels_that_are_no_class(tmp_path: Path, label: str) -> None:
 
 
 def test_incomplete_samples(tmp_path: Path) -> None:
-    image, label = ("2.png", encoded(2)), ("2.cls", b"0")
+    image = ("2.png", encoded(2))
+    label = ("2.cls", b"0")
     for members, has, first in (
         ([image], "1 images and 0 labels", "2.png"),
         ([label], "0 images and 1 labels", "2.cls"),
@@ -95,9 +96,11 @@ def test_hostile_headers(tmp_path: Path) -> None:
 def test_links_and_sparse_files_are_errors(tmp_path: Path) -> None:
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
         with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
-            label, image = info("1.cls", b"0"), tarfile.TarInfo("1.png")
+            label = info("1.cls", b"0")
+            image = tarfile.TarInfo("1.png")
             tar.addfile(label, io.BytesIO(b"0"))
-            image.type, image.linkname = kind, "/etc/passwd"
+            image.type = kind
+            image.linkname = "/etc/passwd"
             tar.addfile(image)
         output = refusal(tmp_path)
         assert "the member is not a regular file, but a link, a sparse file or a device\n" in output and "train-0.tar: 1.png\n" in output
@@ -150,7 +153,9 @@ def test_a_name_of_two_megabytes(tmp_path: Path) -> None:
 
 def test_archives_of_random_damage(tmp_path: Path) -> None:
     path = write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1, "k" * 120), *sample(3, 1)])
-    content, rng, refused = path.read_bytes(), np.random.default_rng(3), 0
+    content = path.read_bytes()
+    rng = np.random.default_rng(3)
+    refused = 0
     for _ in range(300):
         harmed = bytearray(content)
         for place in rng.integers(0, content.rindex(b"IEND"), 3).tolist():

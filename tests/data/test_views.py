@@ -84,7 +84,8 @@ def test_the_mean_over_the_views_by_hand(count: int, kind: str) -> None:
 )
 def test_a_learner_says_the_mean_over_the_views_and_is_evaluated_by_it(words: str) -> None:
     task = Classification(SHAPE, 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
-    x, y = images(7), np.array([0, 1, 2, 2, 1, 0, 1])
+    x = images(7)
+    y = np.array([0, 1, 2, 2, 1, 0, 1])
     learners = {}
     for count in (1, 6):
         config = configure(None, ["speed.precision=fp64", f"evaluate.views={count}", *words.split()])

@@ -102,7 +102,8 @@ def test_an_index_that_is_cut_off_is_made_again(tmp_path: Path, name: str, damag
     fill(tmp_path)
     build(tmp_path)
     (path,) = tmp_path.glob(f"cache/*/{name}.npy")
-    index, sound = np.load(path), path.read_bytes()
+    index = np.load(path)
+    sound = path.read_bytes()
     path.unlink()
     if damage == "short":
         path.write_bytes(sound[:-1])
@@ -181,7 +182,8 @@ def test_equal_to_a_folder_of_the_same_images(tmp_path: Path, size: int | None) 
     members: dict[str, list[tuple[str, bytes]]] = {"train": [], "val": []}
     for split, labels, count in (("train", 3, 8), ("val", 3, 2)):
         for number in range(labels * count):
-            label, form = number // count, ("jpeg", "png", "webp")[number % 3]
+            label = number // count
+            form = ("jpeg", "png", "webp")[number % 3]
             path = tmp_path / "folders" / split / f"class{label}" / f"{number:02}.{form}"
             save(path, rng.integers(0, 256, (24, 20 + (size or 4) % 5, 3), np.uint8))
             members[split] += [(f"{number:02}.cls", str(label).encode()), (f"{number:02}.{form}", path.read_bytes())]

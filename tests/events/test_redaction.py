@@ -109,7 +109,8 @@ def test_a_report_shows_no_secret(tmp_path: Path) -> None:
 
 
 def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, before = tmp_path / "ranks" / "rank-00001.log", warnings.showwarning
+    path = tmp_path / "ranks" / "rank-00001.log"
+    before = warnings.showwarning
     with pytest.raises(ArithmeticError), warnings.catch_warnings():
         warnings.simplefilter("always")
         with rank_warnings(1, 2), rank_log(path):

@@ -59,7 +59,8 @@ def shown(display: ProgressDisplay) -> str:
 def test_lines_of_steps_wait_for_their_time_and_no_others() -> None:
     step, epoch, silent = (Event(0.0, kind, 7, {}) for kind in ("step", "epoch", "checkpoint"))
     said = silent._replace(fields={"lines": ["a word to the user"]})
-    once_in_a_day, always = Pace(86400.0), Pace(0.0)
+    once_in_a_day = Pace(86400.0)
+    always = Pace(0.0)
     assert [once_in_a_day(event) for event in (step, epoch, step, said, silent, step)] == [False, True, False, True, False, False]
     assert [always(event) for event in (step, step, epoch, said, silent)] == [True, True, True, True, False]
 
@@ -184,10 +185,12 @@ def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(capsys: p
 def fill(number: int) -> int:
     """Writes until a pipe or a terminal takes no more; returns how many bytes. The kernel moves those of a terminal on, a moment later."""
     os.set_blocking(number, False)
-    written, since = 0, 0
+    written = 0
+    since = 0
     while since < 15:
         try:
-            written, since = written + os.write(number, b"x" * (1 if since else 1024)), 0
+            written = written + os.write(number, b"x" * (1 if since else 1024))
+            since = 0
         except BlockingIOError:
             since += 1
             time.sleep(0.02 * (since > 1))
@@ -262,7 +265,8 @@ def test_what_a_job_prints_scrolls_above_the_display(monkeypatch: pytest.MonkeyP
 
 def test_a_terminal_that_changes_its_size_is_drawn_again() -> None:
     """The old screen scrolls away; the newest lines that fit are there again, in the new width, with the display below them."""
-    out, sizes = FakeTerminal(), [os.terminal_size((80, 40))]
+    out = FakeTerminal()
+    sizes = [os.terminal_size((80, 40))]
     sink = ProgressDisplay(OutputStream(out), lambda: sizes[-1])
     for event in (
         START,
@@ -336,7 +340,8 @@ def run_in_terminal(command: list[str], columns: int) -> tuple[int, str]:
     env = {**environment(), "TERM": "xterm-256color"}
     job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
     terminal.close()
-    text, limit_s = b"", time.monotonic() + HANG_S
+    text = b""
+    limit_s = time.monotonic() + HANG_S
     try:
         while time.monotonic() < limit_s:
             if select.select([master], [], [], 0.5)[0]:

@@ -194,7 +194,8 @@ def test_mlflow_reads_back(run: Path) -> None:
     send(mlflow.build, run, FIRST)
     from mlflow.tracking import MlflowClient
 
-    client, run_id = MlflowClient((run / "mlflow").as_uri()), json.loads((run / "mlflow_run.json").read_text())["run_id"]
+    client = MlflowClient((run / "mlflow").as_uri())
+    run_id = json.loads((run / "mlflow_run.json").read_text())["run_id"]
     assert client.get_run(run_id).info.status == "KILLED"
     again = mlflow.build(Config(batch=BatchConfig(size=48)), run)
     for event in SECOND:
@@ -247,13 +248,16 @@ def test_mlflow_starts_a_new_run_where_the_id_is_unknown(run: Path) -> None:
 
 def wandb_records(file: Path) -> Iterator[bytes]:
     """Of a .wandb file: 7 bytes, then LevelDB's log: blocks of 32768 bytes, chunks (checksum, length, kind: 1 full, 2 to 4 parts)."""
-    data, offset, record = file.read_bytes(), 7, b""
+    data = file.read_bytes()
+    offset = 7
+    record = b""
     assert data[:4] == b":W&B"
     while offset + 7 <= len(data):
         if 32768 - offset % 32768 < 7:
             offset += 32768 - offset % 32768
             continue
-        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
+        kind = data[offset + 6]
         record = data[offset + 7 : offset + 7 + length] if kind in (1, 2) else record + data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         if kind in (1, 4) and offset <= len(data):
@@ -264,7 +268,10 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[i
     """(rows, configuration, exit codes, kinds of records) of one offline run: all that an upload would send."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    rows, config, codes, kinds = [], dict[str, Any](), [], set()
+    rows = []
+    config = dict[str, Any]()
+    codes = []
+    kinds = set()
     for raw in wandb_records(file):
         record = Record.FromString(raw)
         kinds.add(str(record.WhichOneof("record_type")))
@@ -341,7 +348,8 @@ class FailingTracker:
     """Raises `error` at an event of step `at`, and at close() where `at` is None."""
 
     def __init__(self, error: BaseException, at: int | None) -> None:
-        self.error, self.at = error, at
+        self.error = error
+        self.at = at
         self.steps: list[int] = []
 
     def __call__(self, event: Event) -> None:
@@ -355,7 +363,8 @@ class FailingTracker:
 
 
 def test_background_sink_keeps_the_order_and_closes() -> None:
-    tracker, warnings = BlockingTracker(), list[str]()
+    tracker = BlockingTracker()
+    warnings = list[str]()
     background = BackgroundSink(tracker, "log.trackers slow", warnings.append)
     events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
     for event in events:
@@ -368,7 +377,8 @@ def test_background_sink_keeps_the_order_and_closes() -> None:
 
 
 def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
-    tracker, warnings = BlockingTracker(), list[str]()
+    tracker = BlockingTracker()
+    warnings = list[str]()
     background = BackgroundSink(tracker, "log.trackers slow", warnings.append, capacity=4)
     background(start(0))
     assert tracker.begun.wait(HANG_S)
@@ -399,7 +409,8 @@ def test_background_sink_thins_out_step_events_only() -> None:
 
 
 def test_background_sink_closes_in_time_when_its_tracker_blocks() -> None:
-    tracker, warnings = BlockingTracker(), list[str]()
+    tracker = BlockingTracker()
+    warnings = list[str]()
     background = BackgroundSink(tracker, "log.trackers stuck", warnings.append)
     for number in range(3):
         background(epoch(number, 0.5))

@@ -59,7 +59,8 @@ def backward(model: nn.Module, strategy: Buckets, passes: int = 1, x: torch.Tens
 
 
 def test_gradients_are_summed_over_ranks_and_passes() -> None:
-    model, plain = layers(3, 4, 5), layers(3, 4, 5)
+    model = layers(3, 4, 5)
+    plain = layers(3, 4, 5)
     backward(model, buckets(model, Twice(), bucket_bytes=64), passes=3)
     plain(torch.ones(2, 3)).square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -67,14 +68,17 @@ def test_gradients_are_summed_over_ranks_and_passes() -> None:
 
 
 def test_buckets_are_cut_by_bytes_from_the_last_layer_on() -> None:
-    model, communicator = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
+    # 12 + 4 + 20 + 5 numbers of 4 bytes
+    model = layers(3, 4, 5)
+    communicator = Twice()
     backward(model, buckets(model, communicator, bucket_bytes=100))
     assert communicator.sizes == [(25, torch.float32), (16, torch.float32)]
     assert communicator.seen == ["gradient.0", "gradient.1"]
 
 
 def test_a_bucket_starts_while_backward_still_runs() -> None:
-    model, communicator = layers(3, 4, 5), Twice()
+    model = layers(3, 4, 5)
+    communicator = Twice()
     strategy = buckets(model, communicator, bucket_bytes=100)
     next(model.parameters()).register_hook(lambda gradient: communicator.seen.append("first layer"))
     backward(model, strategy)
@@ -82,14 +86,16 @@ def test_a_bucket_starts_while_backward_still_runs() -> None:
 
 
 def test_only_the_last_pass_starts_buckets() -> None:
-    model, communicator = layers(3, 4), Twice()
+    model = layers(3, 4)
+    communicator = Twice()
     backward(model, buckets(model, communicator, bucket_bytes=1 << 20), passes=4)
     assert communicator.seen == ["gradient.0"]
 
 
 def test_a_parameter_that_the_last_pass_does_not_reach_sends_the_gradient_of_those_before() -> None:
     """Of the first step's passes one reaches the second layer, of the second step's none: its gradient is 0 then."""
-    model, plain = layers(3, 3, 3), layers(3, 3, 3)
+    model = layers(3, 3, 3)
+    plain = layers(3, 3, 3)
     strategy = buckets(model, Twice(), bucket_bytes=1 << 20)
 
     def loss(net: nn.Sequential, reached: str) -> torch.Tensor:
@@ -116,12 +122,15 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.first = nn.Linear(3, 3)
+            self.second = nn.Linear(3, 3)
+            self.unused = nn.Linear(3, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(self.second(x))
 
-    model, communicator = Reversed(), Twice()
+    model = Reversed()
+    communicator = Twice()
     strategy = buckets(model, communicator, bucket_bytes=48)
     for _ in range(2):
         communicator.seen.clear()

@@ -51,7 +51,8 @@ def test_rows_of_turns_by_hand() -> None:
     def lists(turns: list[Turn]) -> list[list[list[int]]]:
         return [[list(own) for own in turn] for turn in turns]
 
-    first, none = [0, 1, 2, 3, 4], list[int]()
+    first = [0, 1, 2, 3, 4]
+    none = list[int]()
     assert lists(rows_of_turns("a", [3, 0, 5])) == [[[0, 1, 2], none, first]]
     assert lists(rows_of_turns("b", [3, 0, 5])) == [[[0, 1, 2], none, none], [none, none, first]]
     assert lists(rows_of_turns("c", [3, 0, 5])) == [[[0], none, [0, 1]], [[1], none, [2, 3]], [[2], none, [4]]]
@@ -88,9 +89,12 @@ class BodyAndHead(nn.Sequential):
 
 def test_in_a_step_of_several_updates_every_gradient_is_a_mean_over_its_samples() -> None:
     """7 samples on ranks that are threads, in turns of 4 and 3: of the dense part over a turn, of what is in front of it over the step."""
-    whole, x, shares = BodyAndHead(), torch.randn(7, 3, dtype=torch.float64), [slice(0, 5), slice(5, 7)]
+    whole = BodyAndHead()
+    x = torch.randn(7, 3, dtype=torch.float64)
+    shares = [slice(0, 5), slice(5, 7)]
     squares = whole(x).square().sum(1)
-    body, head = list(whole[0].parameters()), list(whole[1].parameters())
+    body = list(whole[0].parameters())
+    head = list(whole[1].parameters())
     of_body = torch.autograd.grad(squares.mean(), body, retain_graph=True)
     of_head = torch.autograd.grad(squares[:4].mean() + squares[4:].mean(), head)
 
@@ -114,7 +118,8 @@ def test_one_process_has_the_model_as_it_was() -> None:
     whole = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     torch.manual_seed(2)
     cut = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    holder, x = nn.Sequential(cut), torch.randn(4, 2, 3)
+    holder = nn.Sequential(cut)
+    x = torch.randn(4, 2, 3)
     holder.dense_part = "0"
     hybrid = HybridModel(holder, SingleProcessCommunicator(), "c")
     torch.testing.assert_close(hybrid(x), whole(x), rtol=0, atol=0)
@@ -136,7 +141,8 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
             super().__init__()
             self.head = head
 
-    twice, act = nn.Linear(2, 2), nn.ReLU()
+    twice = nn.Linear(2, 2)
+    act = nn.ReLU()
 
     class Scaled(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,8 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
         assert found[case]["planned to send"] == found[case]["sent"], case
         assert found[case]["step"] == pytest.approx(found[case]["sum"], rel=0.005), case
     for case in cases:
-        counted, planned = found[case]["counted"], found[case]["predicted"]
+        counted = found[case]["counted"]
+        planned = found[case]["predicted"]
         for kind in ("weights", "gradients", "optimizer_state", "communication"):
             assert planned[kind] == counted[kind], (case, kind)
     assert found["2 all 2"]["sum"] < 0.5 * found["0 none 1"]["sum"]
@@ -138,7 +139,8 @@ def test_a_dense_part_over_ranks_is_predicted() -> None:
 
 def test_parts_of_the_positions_are_predicted() -> None:
     """The block keeps 4 A between its cut layers, of which a rank of two has half; what is gathered at the peak takes some of it."""
-    task, step = Language(Field("int64", (65,), 16)), PlannedStep(4, 1, 4, 0, writes_checkpoints=False)
+    task = Language(Field("int64", (65,), 16))
+    step = PlannedStep(4, 1, 4, 0, writes_checkpoints=False)
     words = ["task.name=language", "model.name=gpt", "model.layers=1", "model.width=32", "model.heads=2", "parallel.tensor=2"]
     whole, parts = (footprint(configure(None, [*words, f"parallel.sequence={on}"]), task, step, 2, MPI) for on in ("false", "true"))  # type: ignore[arg-type]
     block = 4 * 64 * 32 * 4  # bytes of A: (samples, positions, width) of float32
@@ -146,7 +148,8 @@ def test_parts_of_the_positions_are_predicted() -> None:
 
 
 def test_rules_types_and_passes_change_what_they_should() -> None:
-    sgd, half = predicted("optim.name=sgd"), predicted("optim.name=sgd", "speed.precision=fp16")
+    sgd = predicted("optim.name=sgd")
+    half = predicted("optim.name=sgd", "speed.precision=fp16")
     assert sgd.optimizer_state == sgd.weights == half.weights  # masters are float32
     assert predicted("speed.precision=fp64").weights == 2 * sgd.weights
     assert predicted("optim.name=torch.optim.Adam").optimizer_state == pytest.approx(2 * sgd.weights, rel=1e-3)

@@ -67,7 +67,8 @@ class Reads(nn.Module):
 
 def made_twice(make: Any) -> tuple[nn.Module, nn.Module, Deferred | None]:
     torch.manual_seed(5)
-    whole, generator = make(), torch.get_rng_state()
+    whole = make()
+    generator = torch.get_rng_state()
     torch.manual_seed(5)
     model, deferred = make_deferred(make)
     assert torch.equal(torch.get_rng_state(), generator), "as many numbers are drawn"
@@ -93,7 +94,8 @@ def test_a_constructor_that_reads_its_own_numbers_makes_the_model_whole() -> Non
 class Blocks(nn.Module):
     def __init__(self, *blocks: nn.Module, rest: nn.Module) -> None:
         super().__init__()
-        self.blocks, self.rest = nn.ModuleList(blocks), rest
+        self.blocks = nn.ModuleList(blocks)
+        self.rest = rest
 
 
 def test_units_are_blocks_with_parameters_of_their_own() -> None:
@@ -120,7 +122,8 @@ HYPER = Hyper(0.1, 0.9, 1e-3, 4, 0)
 def test_a_rank_without_samples_makes_every_pass(ranks: SingleProcessCommunicator) -> None:
     """In which weights are gathered: its gradients are zero, and its running statistics stay."""
     learner = learner_of("model.name=wide_resnet model.widths=[2,2,2,2] shard.stage=3 optim.weight_decay=0", ranks)
-    before, passes = learner.state(), list[str]()
+    before = learner.state()
+    passes = list[str]()
     for block in learner.model.blocks:
         block.register_forward_hook(lambda *_: passes.append("forward"))
         block.register_full_backward_hook(lambda *_: passes.append("backward"))
@@ -137,12 +140,14 @@ def test_a_rank_without_samples_makes_every_pass(ranks: SingleProcessCommunicato
 @pytest.mark.parametrize("words", ["", "optim.name=lamb shard.reshard=false", "optim.name=torch.optim.Adam shard.offload=parameters"])
 def test_steps_and_state_are_those_without_shards(ranks: SingleProcessCommunicator, words: str) -> None:
     job = "model.name=mlp model.widths=[16,8] optim.clip_norm=0.1 recipe.gradient_noise=0.01"
-    whole, sharded = learner_of(f"{job} {words.partition('shard')[0]}", ranks), learner_of(f"{job} {words} shard.stage=3", ranks)
+    whole = learner_of(f"{job} {words.partition('shard')[0]}", ranks)
+    sharded = learner_of(f"{job} {words} shard.stage=3", ranks)
     for step in range(3):
         for learner in (whole, sharded):
             learner.evaluate(batch_of(learner, 2))
             learner.step([batch_of(learner, 3), batch_of(learner, 0)], HYPER._replace(step=step, noise=0.01), step)
-    expected, found = whole.state(), sharded.state()
+    expected = whole.state()
+    found = sharded.state()
     assert expected.keys() == found.keys() and whole.state_dict_names() == sharded.state_dict_names()
     for name, array in expected.items():
         assert np.array_equal(array, found[name]), name
@@ -155,7 +160,8 @@ def test_steps_and_state_are_those_without_shards(ranks: SingleProcessCommunicat
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.gain = nn.Linear(64, 10), nn.Parameter(torch.ones(()))
+        self.layer = nn.Linear(64, 10)
+        self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x.flatten(1)) * self.gain
@@ -195,7 +201,8 @@ def test_hosts_are_told_by_names_and_local_ranks() -> None:
 class UnevenHosts(SingleProcessCommunicator):
     """Rank 2 of 3, on the second of two hosts."""
 
-    rank, size = 2, 3
+    rank = 2
+    size = 3
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [(0, "a", 0), (0, "a", 1), (0, "b", 0)]
@@ -214,7 +221,8 @@ def test_torch_distributed_runs_over_a_communicator(ranks: SingleProcessCommunic
         dist.all_reduce(x, op)
     parts = [torch.empty(6)]
     dist.all_gather(parts, x)
-    half, whole = torch.empty(6), torch.empty(6, dtype=torch.bfloat16)
+    half = torch.empty(6)
+    whole = torch.empty(6, dtype=torch.bfloat16)
     new = hasattr(dist, "reduce_scatter_single")  # torch 2.13; before it, the names that it warns of
     (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(half, x)
     (dist.all_gather_single if new else dist.all_gather_into_tensor)(whole, x.bfloat16())

@@ -32,7 +32,10 @@ def test_what_is_gathered_and_what_is_alive_is_as_planned() -> None:
     """Matrices and biases of blocks, and the head, in 16 bits; norms and embeddings in 32. A rank of two sends half of what is gathered,
     blocks for forward and for backward.
     """
-    layers, width, colours, tokens = 2, 32, 512, 256
+    layers = 2
+    width = 32
+    colours = 512
+    tokens = 256
     case = f"2:gpt model.layers={layers} model.width={width} model.heads=2 model.recompute=all shard.stage=3 speed.precision=bf16"
     found = on_ranks("mpi", 2, "memory_on_ranks:by_case", [case])[0][case]
     block = 2 * (12 * width**2 + 9 * width) + 4 * 4 * width
@@ -50,5 +53,8 @@ def test_weights_are_those_of_stage_0() -> None:
     found = on_ranks("mpi", 2, "half_types_on_ranks:apart", LIKE_STAGE_0)[0]
     for case, (apart, rounding, _) in found.items():
         assert apart < 0.1 * min(rounding, 1e-3), (case, apart, rounding)
-    own, layers, others = 4 * 32 * 32, 65 * 32 + 33 * 32 + 10, 4 * 33 + 32 * 10 + 6984  # others: router, last matrix, encoder
+    # others: router, last matrix, encoder
+    own = 4 * 32 * 32
+    layers = 65 * 32 + 33 * 32 + 10
+    others = 4 * 33 + 32 * 10 + 6984
     assert f", {(own + layers) / (own + layers + others):.1%} of the weights gathered in bfloat16 (ZeRO stage 3)" in found[ODD][2]

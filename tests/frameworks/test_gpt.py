@@ -12,7 +12,11 @@ import torch
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
 
-CONTEXT, VOCABULARY, LAYERS, HEADS, WIDTH = 12, 7, 3, 2, 8
+CONTEXT = 12
+VOCABULARY = 7
+LAYERS = 3
+HEADS = 2
+WIDTH = 8
 
 
 def model(**options: Any) -> GPT:
@@ -67,10 +71,12 @@ def test_equal_to_the_formulas() -> None:
 
 
 def test_a_position_does_not_see_those_after_it() -> None:
-    gpt, tokens = model(), random_tokens(1)
+    gpt = model()
+    tokens = random_tokens(1)
     other = tokens.clone()
     other[0, 5] = (other[0, 5] + 1) % VOCABULARY
-    before, after = gpt(tokens)[0], gpt(other)[0]
+    before = gpt(tokens)[0]
+    after = gpt(other)[0]
     assert torch.equal(before[:5], after[:5])
     assert (before[5:] != after[5:]).any(1).all()
 
@@ -79,11 +85,13 @@ def test_a_position_does_not_see_those_after_it() -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_logits_with_a_cache_are_those_without(pieces: list[int], training: bool) -> None:
     """Single positions by Block.next(), or in training mode by the modules."""
-    gpt, tokens = model().train(training), random_tokens(4)
+    gpt = model().train(training)
+    tokens = random_tokens(4)
     with torch.no_grad():
         for p in gpt.parameters():
             p.add_(torch.randn_like(p) * 0.3)  # away from biases of 0 and norms of 1
-        whole, cache = gpt(tokens), gpt.empty_cache()
+        whole = gpt(tokens)
+        cache = gpt.empty_cache()
         parts = [gpt(part, cache) for part in tokens.split(pieces, 1)]
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-12
     assert cache[0].length == CONTEXT
@@ -122,7 +130,8 @@ def test_a_tied_head_learns_with_the_embedding() -> None:
 
 @pytest.mark.parametrize("option", ["embedding_dropout", "attention_dropout", "residual_dropout"])
 def test_each_dropout_drops_in_training_alone(option: str) -> None:
-    gpt, tokens = model(**{option: 0.5}), random_tokens(2)
+    gpt = model(**{option: 0.5})
+    tokens = random_tokens(2)
     assert not torch.equal(gpt(tokens), gpt(tokens))
     assert torch.equal(gpt.eval()(tokens), gpt(tokens))
     assert torch.equal(gpt(tokens), model().eval()(tokens))

@@ -170,7 +170,8 @@ class Pair(SingleProcessCommunicator):
     size = 2
 
     def __init__(self, other: np.ndarray) -> None:
-        self.other, self.names = other, list[str]()
+        self.other = other
+        self.names = list[str]()
 
     def allreduce(self, x: Any, name: str, op: Any = "sum") -> Any:
         assert isinstance(x, np.ndarray) and x.flags.c_contiguous
@@ -181,7 +182,8 @@ class Pair(SingleProcessCommunicator):
 def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     other = np.linspace(-0.5, 1.0, 3 * 40 + 3)
     pair = Pair(other)
-    one, alone = learner("log.noise_scale=true", communicator=pair), learner()
+    one = learner("log.noise_scale=true", communicator=pair)
+    alone = learner()
     data = batch(4)
     straight = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=10)  # the other rank has 6 samples
     sums = floats(one.step([one.to_device(data)], straight, 0))
@@ -223,7 +225,8 @@ def test_rows_are_few_and_follow_from_the_share_alone() -> None:
 
 
 def test_state_loads_into_another_learner_which_continues_equally() -> None:
-    a, b = learner("model.name=mlp", "optim.name=lamb"), learner("model.name=mlp", "optim.name=lamb", "seed=2")
+    a = learner("model.name=mlp", "optim.name=lamb")
+    b = learner("model.name=mlp", "optim.name=lamb", "seed=2")
     a.step([a.to_device(batch(8))], hyper(8), 0)
     state = a.state()
     b.load(state)

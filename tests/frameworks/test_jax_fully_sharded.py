@@ -34,7 +34,8 @@ def learner(communicator: Communicator, words: str, task: Task = TASK) -> Any:
 
 
 def batch(rank: int, number: int) -> Batch:
-    rng, n = np.random.default_rng(10 * rank + number), PASSES[rank][number]
+    rng = np.random.default_rng(10 * rank + number)
+    n = PASSES[rank][number]
     return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, 3, n)}
 
 
@@ -51,7 +52,8 @@ def check_same(found: Arrays, expected: Arrays) -> None:
 
 def mixed(shape: tuple[int, int, int], classes: int) -> Any:
     """A pair whose blocks share a weight, of which one has two parts, and whose first weights each rank draws for itself."""
-    width, dice = int(np.prod(shape)), np.random.default_rng()
+    width = int(np.prod(shape))
+    dice = np.random.default_rng()
 
     def init(key: jax.Array) -> dict[str, Any]:
         return {name: dice.normal(size=(width, width)) / width for name in ("a", "b", "c", "d", "unused")}
@@ -126,7 +128,8 @@ def test_a_loss_that_is_not_finite_stops_the_step_on_every_rank_and_local_statis
 
     def of_rank(communicator: Any, stage: int) -> list[Arrays]:
         one = learner(communicator, f"{words} shard.stage={stage}")
-        empty, own = batch(1, 1), batch(communicator.rank, 0)
+        empty = batch(1, 1)
+        own = batch(communicator.rank, 0)
         batches = [own, empty if communicator.rank == 0 else batch(0, 1)]
         step(one, batches, 0)
         found = [one.state()]
@@ -165,11 +168,15 @@ def test_ranks_draw_what_one_draws_and_go_on() -> None:
 class OneOfTwo(SingleProcessCommunicator):
     """Rank 1 of 2, whose parts alone have numbers. Counts the bytes of all arrays at each collective: in passes, and beside them."""
 
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def __init__(self) -> None:
         gc.collect()
-        self.before, self.in_pass, self.beside, self.gathers = live_bytes(), 0, 0, 0
+        self.before = live_bytes()
+        self.in_pass = 0
+        self.beside = 0
+        self.gathers = 0
 
     def allreduce(self, x: Any, name: str, op: Any = "sum") -> Any:
         if name.startswith("gradient."):
@@ -195,7 +202,8 @@ def live_bytes() -> int:
 
 def watched(words: str) -> tuple[OneOfTwo, dict[str, int]]:
     """Two steps of two micro-batches of a gpt of 8 blocks; bytes of each parameter."""
-    task, communicator = Language(Field("uint16", (9,), 11)), OneOfTwo()
+    task = Language(Field("uint16", (9,), 11))
+    communicator = OneOfTwo()
     one = learner(communicator, f"model.name=gpt model.layers=8 model.heads=2 model.width=32 optim.name=adamw {words}", task)
     communicator.in_pass = communicator.beside = communicator.gathers = 0
     for number in range(2):
@@ -209,8 +217,10 @@ def test_a_rank_has_whole_weights_of_one_block_at_a_time() -> None:
     whole, _ = watched("shard.stage=0")
     parts, sizes = watched("shard.stage=3")
     kept, _ = watched("shard.stage=3 shard.reshard=false")
-    weights, block = sum(sizes.values()), sum(size for name, size in sizes.items() if "blocks.0." in name)
-    rest, activations = weights - 8 * block, 0.1 * weights
+    weights = sum(sizes.values())
+    block = sum(size for name, size in sizes.items() if "blocks.0." in name)
+    rest = weights - 8 * block
+    activations = 0.1 * weights
     assert rest < 0.03 * weights
     state = 1.5 * weights  # half of the weights, and of two numbers of Adam's for each
     so_far = 0.5 * weights  # gradients of the micro-batch before

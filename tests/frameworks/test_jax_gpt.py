@@ -27,7 +27,8 @@ from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
-CONTEXT, VOCABULARY = 6, 9
+CONTEXT = 6
+VOCABULARY = 9
 SIZES = "model.name=gpt model.layers=2 model.heads=2 model.width=8"
 
 
@@ -59,7 +60,8 @@ def test_jax_and_torch_move_a_gpt_alike(words: str, ignore: int | None) -> None:
     jaxs.load(state)
     for number in range(10):
         assert step(jaxs, number) == pytest.approx(step(torchs, number), rel=1e-12)
-    found, expected = jaxs.state(), torchs.state()
+    found = jaxs.state()
+    expected = torchs.state()
     assert found.keys() == expected.keys() and jaxs.state_dict_names() == torchs.state_dict_names()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=1e-11, atol=1e-13, err_msg=name)
@@ -81,7 +83,8 @@ def test_the_first_weights_follow_the_law_of_torchs() -> None:
 @pytest.mark.parametrize("option", ["embedding_dropout", "attention_dropout", "residual_dropout"])
 def test_each_dropout_drops_in_training_alone_by_its_key(option: str) -> None:
     sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 8}
-    functions, plain = build("gpt", CONTEXT, VOCABULARY, **sizes, **{option: 0.5}), build("gpt", CONTEXT, VOCABULARY, **sizes)
+    functions = build("gpt", CONTEXT, VOCABULARY, **sizes, **{option: 0.5})
+    plain = build("gpt", CONTEXT, VOCABULARY, **sizes)
     params = {name: array + 0.1 for name, array in functions.init(jax.random.key(0)).items()}
     tokens = jnp.asarray(batch(3)["tokens"][:, :-1], jnp.int32)
     a, again, other = (functions.apply(params, tokens, key=jax.random.key(seed)) for seed in (1, 1, 2))
@@ -99,7 +102,8 @@ def test_dropout_of_a_step_follows_from_its_seed_and_micro_batch() -> None:
     assert digest(a.state()) == digest(b.state()) != digest(c.state())
     for name, array in a.state().items():
         np.testing.assert_allclose(d.state()[name], array, rtol=1e-12, atol=1e-15)
-    hyper, same = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=2), batch(1)
+    hyper = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=2)
+    same = batch(1)
     halves = [learner("jax", *words) for _ in range(2)]
     halves[0].step([halves[0].to_device(same)] * 2, hyper, 7)
     halves[1].step([halves[1].to_device(same)], hyper._replace(batch=1), 7)

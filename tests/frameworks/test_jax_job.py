@@ -64,7 +64,8 @@ def test_the_users_own_function_trains() -> None:
     }
     assert one.describe() == "test_jax_job:own, 261 parameters, jax float64 on cpu:0, no reduction"
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 256, (6, 5, 4, 2), dtype=np.uint8), np.array([0, 1, 2, 2, 2, 1])
+    x = rng.integers(0, 256, (6, 5, 4, 2), dtype=np.uint8)
+    y = np.array([0, 1, 2, 2, 2, 1])
     one.step([one.to_device({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0)
     expected = 0.6 * (np.array([1, 2, 3]) / 6 - 1 / 3)  # zero logits: the gradient of the last bias is 1/3 - share of the label
     np.testing.assert_allclose(one.state()["p.out.1"], expected, rtol=1e-12)
@@ -166,7 +167,8 @@ def epochs(run: Path) -> list[dict]:
 def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The run folders of torch's first epoch on one process, and of the two after it."""
     folder = tmp_path_factory.mktemp("torch")
-    first, rest = folder / "first", folder / "rest"
+    first = folder / "first"
+    rest = folder / "rest"
     job(0, first, "framework=torch", "epochs=1")
     job(0, rest, "framework=torch", "epochs=3", f"resume={first}")
     return first, rest

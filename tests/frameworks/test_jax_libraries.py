@@ -30,7 +30,9 @@ from jax_libraries import CASES, linen_bound
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
-STEPS, RATE, SEED = 4, 0.3, 5
+STEPS = 4
+RATE = 0.3
+SEED = 5
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
@@ -64,7 +66,8 @@ def by_library(library: str, params: dict[str, Any], ranks: int) -> dict[str, np
         return total / 12
 
     with jax.enable_x64(True):
-        params, gradient = {name: jnp.asarray(array) for name, array in params.items()}, jax.jit(jax.grad(loss))
+        params = {name: jnp.asarray(array) for name, array in params.items()}
+        gradient = jax.jit(jax.grad(loss))
         for step in range(STEPS):
             keys = [[key_data(fold(SEED + step, _DROPOUT, rank, i)) for i in range(len(of_rank[rank]))] for rank in range(ranks)]
             gradients = gradient(params, keys)
@@ -82,8 +85,10 @@ def test_ranks_have_the_weights_of_the_library_alone_and_go_on_with_the_same_bit
     name, reference = CASES[library]
 
     words = f"model.name=jax_libraries:{name}"
-    alone, again = learner(SingleProcessCommunicator(), words), learner(SingleProcessCommunicator(), words, "seed=9")
-    start, other = weights(alone), weights(again)
+    alone = learner(SingleProcessCommunicator(), words)
+    again = learner(SingleProcessCommunicator(), words, "seed=9")
+    start = weights(alone)
+    other = weights(again)
     assert set(start) == set(reference.names)
     assert all(not np.array_equal(start[each], other[each]) for each in reference.names if start[each].ndim == 2)
     data = batch(0, 0)

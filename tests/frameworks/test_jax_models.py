@@ -99,7 +99,8 @@ def test_first_weights_of_a_resnet_follow_the_law_of_torchvisions(small_images: 
     model, functions = both("resnet18", (32, 32, 3), small_images=small_images, zero_gamma=True)
     params = functions.init(jax.random.key(0))
     for name, p in model.named_parameters():
-        expected, found = p.detach().numpy(), params[name]
+        expected = p.detach().numpy()
+        found = params[name]
         if p.numel() < 1000:
             assert name == "fc.bias" or np.array_equal(found, expected), name
         else:

@@ -252,7 +252,8 @@ def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         assert exported.returncode == 0, exported.stdout + exported.stderr
         return load_file(out)
 
-    straight, alone = trained(2, "straight", "shard.stage=1"), trained(1, "alone")
+    straight = trained(2, "straight", "shard.stage=1")
+    alone = trained(1, "alone")
     trained(2, "halted", "shard.stage=1", "stop.steps=23")
     again = trained(2, "halted", "shard.stage=1", f"resume={tmp_path / 'halted'}")
     for name, array in straight.items():

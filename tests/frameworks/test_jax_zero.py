@@ -31,7 +31,9 @@ class Thread(SingleProcessCommunicator):
     size = RANKS
 
     def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self._given, self._barrier = rank, given, barrier
+        self.rank = rank
+        self._given = given
+        self._barrier = barrier
 
     def _of_all(self, x: Any) -> list[Any]:
         self._given[self.rank] = x
@@ -58,7 +60,8 @@ class Thread(SingleProcessCommunicator):
 
 
 def on_ranks(of_rank: Callable[[Communicator], Any]) -> list[Any]:
-    given, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=600)
+    given = [None] * RANKS
+    barrier = threading.Barrier(RANKS, timeout=600)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(lambda rank: of_rank(Thread(rank, given, barrier)), range(RANKS)))
 
@@ -70,7 +73,8 @@ def learner(communicator: Communicator, *words: str) -> Learner:
 
 
 def batch(rank: int, number: int) -> Batch:
-    rng, n = np.random.default_rng(10 * rank + number), PASSES[rank][number]
+    rng = np.random.default_rng(10 * rank + number)
+    n = PASSES[rank][number]
     return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, 3, n)}
 
 

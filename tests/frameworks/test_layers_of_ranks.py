@@ -80,7 +80,8 @@ def test_waiting_for_units_is_communication(engine: str) -> None:
     """4 units are gathered forward, of which backward gathers the 3 blocks anew and reduces all; each pass has an end of its own."""
     for entered in on_ranks(engine, 2, "layers_on_ranks:phases")[0]:
         assert entered[:1] == ["data"] and entered[-3:] == ["communication", "update", ""]
-        forward, backward = entered.index("forward"), entered.index("backward")
+        forward = entered.index("forward")
+        backward = entered.index("backward")
         assert entered[forward:backward] == ["forward", *["communication", "forward"] * 5]
         assert entered[backward:-3] == ["backward", *["communication", "backward"] * 7]
 
@@ -116,8 +117,10 @@ class Norms(nn.Module):
 
     def __init__(self, called: list[int], used: list[int]) -> None:
         super().__init__()
-        self.called, self.used = called, used
-        self.first, self.norms = nn.Linear(3, 4), nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+        self.called = called
+        self.used = used
+        self.first = nn.Linear(3, 4)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)

@@ -129,7 +129,8 @@ def test_a_model_that_fails_is_shown_at_its_own_line() -> None:
 
 
 def test_label_smoothing_is_for_training_alone() -> None:
-    one, other = learner("model.name=mlp", "model.label_smoothing=0.3"), learner("model.name=mlp")
+    one = learner("model.name=mlp", "model.label_smoothing=0.3")
+    other = learner("model.name=mlp")
     data = one.to_device(batch(6))
     assert floats(one.evaluate(data)) == floats(other.evaluate(data))
     assert floats(one.step([data], hyper(6), 0))["loss"] != pytest.approx(floats(other.step([data], hyper(6), 0))["loss"], rel=1e-3)
@@ -231,7 +232,8 @@ class RankOf(SingleProcessCommunicator):
     """A rank of several, none of which waits for another."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,8 @@ def test_state_loads_into_another_learner_which_continues_equally() -> None:
 def test_the_losses_of_outputs_wait_for_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are copied by another stream. The last stage of a pipeline reads nothing else of a batch."""
     one: Any = learner("model.name=linear")
-    data, waited = one.to_device(batch(4)), list[DeviceBatch]()
+    data = one.to_device(batch(4))
+    waited = list[DeviceBatch]()
     monkeypatch.setattr(one.forward.inputs, "arrays", lambda each: waited.append(each) or each.arrays)
     one.forward.losses(torch.zeros(4, 3, dtype=torch.float64), data, training=True)
     assert waited == [data]
@@ -315,7 +318,8 @@ def test_a_reader_opens_no_context_on_another_gpu() -> None:
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    a, b = learner("model.name=mlp", "model.widths=[5]"), learner("model.name=mlp", "model.widths=[6]")
+    a = learner("model.name=mlp", "model.widths=[5]")
+    b = learner("model.name=mlp", "model.widths=[6]")
     with pytest.raises(UserError, match=r"p\.fc1\.weight has shape \(6, 32\), the model has \(5, 32\)"):
         a.load(b.state())
     with pytest.raises(UserError, match=r"the state lacks p\.fc1\.bias and 7 more"):

@@ -106,10 +106,12 @@ def test_mlp_computes_what_it_describes() -> None:
 def test_convnet_computes_what_it_describes(norm: bool) -> None:
     torch.manual_seed(5)
     model = convnet.build("convnet", (28, 8, 2), 4, widths=(3, 5), norm=norm).double()
-    x, state = torch.randn(6, 2, 28, 8, dtype=torch.float64), dict(model.named_parameters())
+    x = torch.randn(6, 2, 28, 8, dtype=torch.float64)
+    state = dict(model.named_parameters())
     kinds = ("conv{}.weight", "norm{}.weight", "norm{}.bias") if norm else ("conv{}.weight", "conv{}.bias")
     assert list(state) == [*(kind.format(i) for i in (1, 2) for kind in kinds), "fc.weight", "fc.bias"]
-    f, expected = torch.nn.functional, x
+    f = torch.nn.functional
+    expected = x
     for i in (1, 2):
         padded = f.pad(expected, (1, 1, 1, 1))
         patches = f.unfold(padded, 3, stride=2)  # (n, 9 C, H W / 4)
@@ -128,7 +130,8 @@ def test_convnet_computes_what_it_describes(norm: bool) -> None:
 def test_airbench_computes_what_it_describes() -> None:
     torch.manual_seed(3)
     model = airbench.build("airbench", (12, 9, 2), 5, widths=(20, 6)).double()
-    x, f = torch.randn(7, 2, 12, 9, dtype=torch.float64), torch.nn.functional
+    x = torch.randn(7, 2, 12, 9, dtype=torch.float64)
+    f = torch.nn.functional
     model.begin_with(x)
     state = dict(model.state_dict())
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
@@ -208,9 +211,11 @@ def test_convnet_without_channels_is_refused() -> None:
 def test_convnet_with_hidden_dense_layers() -> None:
     model = convnet.build("convnet", (8, 8, 1), 4, widths=(3,), norm=False, dense=(5, 6)).double()
     assert [name for name, _ in model.named_parameters()][2::2] == ["dense.fc1.weight", "dense.fc2.weight", "dense.fc.weight"]
-    x, pooled = torch.randn(2, 1, 8, 8, dtype=torch.float64), []
+    x = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    pooled = []
     model.flatten.register_forward_hook(lambda module, inputs, output: pooled.append(output))
-    found, expected = model(x), pooled[0]
+    found = model(x)
+    expected = pooled[0]
     for layer in (model.dense.fc1, model.dense.fc2):
         expected = (expected @ layer.weight.T + layer.bias).clamp(min=0)
     torch.testing.assert_close(found, expected @ model.dense.fc.weight.T + model.dense.fc.bias)
@@ -229,7 +234,8 @@ def test_alexnet_computes_what_it_describes(shape: tuple[int, int, int]) -> None
     torch.manual_seed(6)
     model = alexnet.build("alexnet", shape, 7, widths=(3, 4, 5, 4, 6), dense=(8, 9)).double()
     x, state, f = torch.randn(2, shape[2], *shape[:2], dtype=torch.float64), dict(model.named_parameters()), torch.nn.functional
-    is_small, expected = min(shape[:2]) < 64, x
+    is_small = min(shape[:2]) < 64
+    expected = x
     sides = {(224, 224): (6, 6), (64, 90): (1, 1), (32, 32): (4, 4), (8, 20): (1, 3)}
     for i, padding in enumerate((2, 2, 1, 1, 1), start=1):
         stride = 4 if i == 1 and not is_small else 1
@@ -262,7 +268,9 @@ def test_zero_gamma_starts_each_residual_block_as_its_shortcut(name: str, last: 
     zero = {path for path, norm in norms.items() if torch.count_nonzero(norm.weight) == 0}
     assert zero == {path for path in norms if path.endswith(f".{last}")}
     assert len(zero) == blocks
-    block, x = model.layer1[1], torch.rand(2, 64 if last == "bn2" else 256, 4, 4)  # its shortcut is the identity
+    # its shortcut is the identity
+    block = model.layer1[1]
+    x = torch.rand(2, 64 if last == "bn2" else 256, 4, 4)
     assert torch.equal(block(x), x)
     assert all(torch.all(norm.weight == 1) for norm in norms.values() if norm not in [norms[path] for path in zero])
     plain = resnet.build(name, (32, 32, 3), 10)
@@ -272,7 +280,8 @@ def test_zero_gamma_starts_each_residual_block_as_its_shortcut(name: str, last: 
 def test_zero_gamma_learns_in_resnet_but_never_would_in_wide_resnet() -> None:
     """Why wide_resnet has no such option: its blocks end in ReLU after the norm."""
     torch.manual_seed(2)
-    images, labels = torch.randn(4, 3, 16, 16), torch.arange(4)
+    images = torch.randn(4, 3, 16, 16)
+    labels = torch.arange(4)
     residual = resnet.build("resnet18", (16, 16, 3), 4, small_images=True, zero_gamma=True)
     wide = wide_resnet.build("wide_resnet", (16, 16, 3), 4, dropout=0.0)
     blocks = [block for block in wide.modules() if isinstance(block, wide_resnet.Block)]

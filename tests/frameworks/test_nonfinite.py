@@ -36,7 +36,8 @@ FRAMEWORKS = ["torch", "numpy", "jax"]
 class Twice(SingleProcessCommunicator):
     """Two equal ranks: every sum doubles. Records the names of collectives."""
 
-    name, size = "twice", 2
+    name = "twice"
+    size = 2
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -145,7 +146,8 @@ def test_a_skipped_step_is_as_if_it_had_not_been(case: str) -> None:
 def test_the_first_step_and_a_buffer_in_another_tensor() -> None:
     """Nothing of a torch class's own state appears, and the model's buffers are the tensors that they were."""
     one = learner("model.name=nonfinite_on_ranks:Net", "model.bad_pass=1", "optim.name=torch.optim.RMSprop")
-    before, there = one.state(), dict(one.model.named_buffers())
+    before = one.state()
+    there = dict(one.model.named_buffers())
     one.step([one.to_device(batch(6, 0))], hyper(6, 0), 0)
     assert same(one.state(), before) and not any(name.startswith("s.") for name in before)
     assert all(b is there[name] for name, b in one.model.named_buffers())
@@ -153,7 +155,8 @@ def test_the_first_step_and_a_buffer_in_another_tensor() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_skip_a_bad_step_is_counted_and_stays(framework: str) -> None:
-    one, counts = learner(f"framework={framework}", "model.name=linear", "guard.nonfinite=stop"), []
+    one = learner(f"framework={framework}", "model.name=linear", "guard.nonfinite=stop")
+    counts = []
     for step in range(3):
         data = weighted(6, step, math.inf) if step == 1 else batch(6, step)
         counts.append(float(one.step([one.to_device(data)], hyper(6, step), step)["nonfinite"]))
@@ -271,7 +274,8 @@ def test_a_nonfinite_step_adds_nothing_to_the_noise_scale(framework: str, policy
 def test_views_are_the_state_without_a_copy(words: list[str]) -> None:
     one = learner(*words)
     one.step([one.to_device(batch(6, 0))], hyper(6, 0), 0)
-    state, views = one.state(), dict(whole_arrays(one.pieces()))
+    state = one.state()
+    views = dict(whole_arrays(one.pieces()))
     assert list(state) == list(views) and digest(state) == digest(views)
     again = dict(whole_arrays(one.pieces()))
     own = [name for name in views if name.endswith((".weight", ".running_var", ".exp_avg", ".0"))]
@@ -304,11 +308,13 @@ def test_views_of_a_strided_tensor() -> None:
     ],
 )
 def test_buffers_settle_in_two_collectives(model: nn.Module, names: list[str]) -> None:
-    communicator, before = Twice(), [b.clone() for b in model.buffers()]
+    communicator = Twice()
+    before = [b.clone() for b in model.buffers()]
     Buffers(model, torch.device("cpu")).sync_buffers(communicator)
     assert communicator.names == names
     assert all(torch.equal(b, c) for b, c in zip(model.buffers(), before, strict=True)), "the mean of two equal ranks"
-    communicator.names, communicator.size = [], 1
+    communicator.names = []
+    communicator.size = 1
     Buffers(model, torch.device("cpu")).sync_buffers(communicator)
     assert communicator.names == []
 

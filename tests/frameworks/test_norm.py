@@ -58,7 +58,8 @@ def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> 
 class Idle(SingleProcessCommunicator):
     """Two ranks that never hear each other; a host that asked one for the lengths of rows would wait for its device."""
 
-    name, size = "idle", 2
+    name = "idle"
+    size = 2
 
     def allgather(self, x: Buffer, name: str) -> NoReturn:
         raise AssertionError("lengths that every rank knows are asked for")
@@ -82,7 +83,8 @@ def test_the_comparison_notices_ranks_that_do_not_hear_each_other(case: str) -> 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_the_host_waits_for_no_device(device: str, momentum: float | None) -> None:
     norm = nn.BatchNorm2d(3, momentum=momentum, device=device)
-    model, x = use_norm(norm, "sync", 1, "averaged", Idle()), torch.ones(4, 3, 5, 5, device=device, requires_grad=True)
+    model = use_norm(norm, "sync", 1, "averaged", Idle())
+    x = torch.ones(4, 3, 5, 5, device=device, requires_grad=True)
     own = HorovodsNorm(3, momentum=momentum, device=device)
     with contextlib.ExitStack() as stack:
         if device == "cpu":
@@ -109,7 +111,8 @@ def looped(norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics)
         return torch.cat([norm(chunk) for chunk in x.split(ghost)]), list(norm.buffers())
     copies = [copy.deepcopy(norm) for _ in x.split(ghost)]
     for one in copies:
-        one.weight, one.bias = norm.weight, norm.bias
+        one.weight = norm.weight
+        one.bias = norm.bias
     y = torch.cat([one(chunk) for one, chunk in zip(copies, x.split(ghost), strict=True)])
     for buffer, *same in zip(norm.buffers(), *(one.buffers() for one in copies), strict=True):
         buffer.copy_(torch.stack([b.double() for b in same]).mean(0))
@@ -129,7 +132,8 @@ def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, st
     assert isinstance(model, GhostBatchNorm)
     for _ in range(2):
         x = (2 * torch.randn(samples, *shape, dtype=torch.float64) + 1).requires_grad_()
-        slope, other = torch.randn_like(x), x.detach().clone().requires_grad_()
+        slope = torch.randn_like(x)
+        other = x.detach().clone().requires_grad_()
         y = model(x)
         (y * slope).sum().backward()
         expected, buffers = looped(plain, other, ghost, statistics)
@@ -168,8 +172,10 @@ def chunked_net(samples: int, ghost: int, memory: torch.memory_format) -> float:
     """A whole network in ghosts, and the plain one on each chunk: the largest difference of logits and gradients."""
     net = convnet.build("convnet", (8, 8, 1), 5, widths=(4, 6, 8)).double()
     model = use_norm(copy.deepcopy(net).to(memory_format=memory), "ghost", ghost, "averaged", SingleProcessCommunicator())
-    x, slope = torch.randn(samples, 1, 8, 8, dtype=torch.float64), torch.randn(samples, 5, dtype=torch.float64)
-    y, expected = model(x.contiguous(memory_format=memory)), torch.cat([net(chunk) for chunk in x.split(ghost)])
+    x = torch.randn(samples, 1, 8, 8, dtype=torch.float64)
+    slope = torch.randn(samples, 5, dtype=torch.float64)
+    y = model(x.contiguous(memory_format=memory))
+    expected = torch.cat([net(chunk) for chunk in x.split(ghost)])
     (y * slope).sum().backward()
     (expected * slope).sum().backward()
     return norms_on_ranks.apart([y, *[p.grad for p in model.parameters()]], [expected, *[p.grad for p in net.parameters()]])
@@ -196,14 +202,16 @@ class Tokens(nn.Module):
 
 def test_rows_of_a_sample_stay_in_its_ghost() -> None:
     torch.manual_seed(2)
-    plain, x = Tokens().double(), torch.randn(14, 3, 4, dtype=torch.float64)
+    plain = Tokens().double()
+    x = torch.randn(14, 3, 4, dtype=torch.float64)
     model = use_norm(copy.deepcopy(plain), "ghost", 4, "averaged", SingleProcessCommunicator())
     torch.testing.assert_close(model(x), torch.cat([plain(chunk) for chunk in x.split(4)]))
 
 
 def test_sync_of_one_rank_is_the_plain_norm() -> None:
     torch.manual_seed(4)
-    plain, x = nn.BatchNorm2d(3), torch.randn(5, 3, 4, 4)
+    plain = nn.BatchNorm2d(3)
+    x = torch.randn(5, 3, 4, 4)
     model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", SingleProcessCommunicator())
     assert isinstance(model, SyncBatchNorm)
     assert torch.equal(model(x), plain(x))

@@ -26,7 +26,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-        self.head, self.aux = nn.Linear(8, 2), nn.Linear(8, 2)
+        self.head = nn.Linear(8, 2)
+        self.aux = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
         hidden = self.body(x)

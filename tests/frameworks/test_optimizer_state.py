@@ -59,7 +59,8 @@ MAKERS = [
 @pytest.mark.parametrize("make", MAKERS)
 def test_saved_state_continues_where_it_was_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
-    a, b = make(one), make(other)
+    a = make(one)
+    b = make(other)
     walk(a, one, range(3))
     fill_optimizer_state(b)
     for p, q in zip(one, other, strict=True):
@@ -79,7 +80,8 @@ def test_saved_state_continues_where_it_was_taken(make: Callable[[list[Parameter
 @pytest.mark.parametrize("rule", RULES)
 def test_state_that_was_made_ahead_gives_the_same_first_step(rule: Any) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
-    a, b = make_optimizer(rule, named(one), True), make_optimizer(rule, named(other), True)
+    a = make_optimizer(rule, named(one), True)
+    b = make_optimizer(rule, named(other), True)
     assert optimizer_state(a, one[0]) == {} and one[0] not in a.state
     fill_optimizer_state(a)
     shapes = [tuple(tensor.shape) for tensor in optimizer_state(a, one[0]).values()]
@@ -133,8 +135,10 @@ def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
     assert digest(a.state()) == digest(b.state())
 
 
-MADE_BY, HERE = "the checkpoint was made with ", "this job has optim.name="
-ADAM, RMSPROP = "torch.optim.adam.Adam", "torch.optim.rmsprop.RMSprop"
+MADE_BY = "the checkpoint was made with "
+HERE = "this job has optim.name="
+ADAM = "torch.optim.adam.Adam"
+RMSPROP = "torch.optim.rmsprop.RMSprop"
 CANNOT = f"{ADAM} cannot resume from this state: KeyError: 'max_exp_avg_sq'"
 
 

@@ -33,7 +33,8 @@ def test_cuts_make_the_slowest_stage_as_fast_as_can_be() -> None:
     for units, stages in itertools.product(range(1, 9), range(1, 6)):
         if stages <= units:
             costs = torch.randint(0, 20, (units,), generator=generator).tolist()
-            cuts, all_cuts = balanced_cuts(costs, stages), itertools.combinations(range(1, units), stages - 1)
+            cuts = balanced_cuts(costs, stages)
+            all_cuts = itertools.combinations(range(1, units), stages - 1)
             assert len(cuts) == stages and cuts == sorted(set(cuts)) and cuts[0] == 0
             assert slowest(costs, cuts) == min(slowest(costs, [0, *others]) for others in all_cuts), (costs, cuts)
     assert balanced_cuts([1, 1, 1, 1, 4], 2) == [0, 4]
@@ -96,7 +97,8 @@ def held(order: Sequence[Action]) -> int:
 
 
 def test_what_a_rank_holds() -> None:
-    ranks, micro = 4, 12
+    ranks = 4
+    micro = 12
     for schedule, most in {"gpipe": [12] * 4, "1f1b": [4, 3, 2, 1]}.items():
         assert [held(timeline(schedule, ranks, micro).order(rank)) for rank in range(ranks)] == most
     assert max(held(timeline("zero_bubble", ranks, micro).order(rank)) for rank in range(ranks)) <= ranks
@@ -106,7 +108,8 @@ def test_what_a_rank_holds() -> None:
 def test_a_stage_may_begin_in_place(split: bool) -> None:
     """A ReLU that changes what comes from the stage before, then a matrix: the gradient of x is that of positive x."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
-    stage, x = stages_of(model, [0, 1], "test")[1], torch.tensor([[-1.0, 2.0, -3.0], [4.0, -5.0, 6.0]], dtype=torch.float64)
+    stage = stages_of(model, [0, 1], "test")[1]
+    x = torch.tensor([[-1.0, 2.0, -3.0], [4.0, -5.0, 6.0]], dtype=torch.float64)
     positive = (x > 0).double()
     passes = MicroBatch(stage, x.clone(), is_first=False)
     ones = torch.ones_like(passes.outputs)
@@ -162,7 +165,8 @@ def test_a_tied_parameter_is_found() -> None:
 class Outside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+        self.layer = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(1))
 
     def pipeline_units(self) -> list[Unit]:
         return [Unit("layer", (self.layer,), lambda x: self.layer(x) * self.gain)]
@@ -201,7 +205,8 @@ class SleepingLayer(nn.Linear):
 
 def test_units_are_timed() -> None:
     """Each by itself; gradients, statistics and generators are as before."""
-    model, before = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), SleepingLayer(8, 8), nn.Dropout(0.1)), torch.get_rng_state()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), SleepingLayer(8, 8), nn.Dropout(0.1))
+    before = torch.get_rng_state()
     found = measured_seconds(units_of(model, "test"), torch.randn(64, 8, generator=torch.Generator()), repeats=2)
     assert len(found) == 4 and all(each.forward > 0 and each.backward > 0 for each in found)
     assert found[2].forward > 0.05 and found[2].backward > 0.1 and min(sum(each) for each in found) < 0.1

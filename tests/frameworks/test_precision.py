@@ -30,7 +30,9 @@ def batch(n: int, seed: int) -> Batch:
 class Two(SingleProcessCommunicator):
     """Two ranks with the same samples: every sum doubles."""
 
-    name, size, local_size = "two", 2, 2
+    name = "two"
+    size = 2
+    local_size = 2
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return x * 2
@@ -72,16 +74,19 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
 def test_joined_statistics_of_half_precision() -> None:
     """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
     config = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
-    both, one = build_learner(config, TASK, Two()), learner("model.name=convnet", "speed.precision=bf16")
+    both = build_learner(config, TASK, Two())
+    one = learner("model.name=convnet", "speed.precision=bf16")
     steps = [x.step([x.to_device(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
     assert abs(float(steps[0]["loss"]) - float(steps[1]["loss"])) < 1e-3 * float(steps[1]["loss"])
-    a, b = both.state(), one.state()
+    a = both.state()
+    b = one.state()
     for name in (name for name in a if name.endswith("running_mean")):
         np.testing.assert_allclose(a[name], b[name], rtol=0.02, atol=2e-3)
 
 
 def test_weights_and_optimizer_state_stay_single_and_evaluation_is_half_too() -> None:
-    one, other = learner("speed.precision=bf16", "model.name=convnet"), learner("model.name=convnet")
+    one = learner("speed.precision=bf16", "model.name=convnet")
+    other = learner("model.name=convnet")
     moved(one)
     assert {a.dtype.name for name, a in one.state().items() if not name.endswith("batches_tracked")} == {"float32"}
     other.load(one.state())
@@ -111,7 +116,8 @@ def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPa
 def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:
     one = learner("speed.precision=fp16", "model.name=mlp")
     one.scale._scale.fill_(2.0**24)  # as after a long time without an overflow
-    before, counts = one.state(), []
+    before = one.state()
+    counts = []
     for step in range(30):
         sums = one.step([one.to_device(batch(16, step) | {"w": np.full(16, 2e3)})], hyper(step, lr=1e-6), step)
         counts.append(float(sums["nonfinite"]))
@@ -131,7 +137,8 @@ def test_without_room_to_halve_a_bad_step_counts() -> None:
 
 def test_the_scale_doubles_after_many_good_steps() -> None:
     scale = LossScale(CPU)
-    good, bad = torch.tensor(False), torch.tensor(True)
+    good = torch.tensor(False)
+    bad = torch.tensor(True)
     assert not any(scale.update(good) for _ in range(GROW_AFTER - 1)) and float(scale._scale) == FIRST_SCALE
     scale.update(good)
     assert float(scale._scale) == 2 * FIRST_SCALE
@@ -143,7 +150,8 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
 
 
 def test_a_job_continues_in_another_precision() -> None:
-    fp16, fp32 = learner("speed.precision=fp16", "model.name=mlp"), learner("model.name=mlp")
+    fp16 = learner("speed.precision=fp16", "model.name=mlp")
+    fp32 = learner("model.name=mlp")
     fp16.scale._scale.fill_(32.0)
     moved(fp16)
     fp32.load(fp16.state())
@@ -187,7 +195,8 @@ class Flat(torch.nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        self.conv, self.fc = torch.nn.Conv2d(shape[2], 3, 3, padding=1), torch.nn.Linear(3 * shape[0] * shape[1], classes)
+        self.conv = torch.nn.Conv2d(shape[2], 3, 3, padding=1)
+        self.fc = torch.nn.Linear(3 * shape[0] * shape[1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.conv(x).view(len(x), -1))

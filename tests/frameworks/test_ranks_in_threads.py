@@ -142,7 +142,8 @@ class Scaled(torch.nn.Module):
 def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimizer: str, stage: int) -> None:
     """Its state has numbers for the parameter beside those of its one element, which lies on one rank."""
     words = [f"optim.name={optimizer}", *["optim.momentum=0.9"] * optimizer.endswith("SGD")]
-    model, hyper = ["model.name=test_ranks_in_threads:Scaled"], HYPER._replace(noise=0.0, lr=0.02)
+    model = ["model.name=test_ranks_in_threads:Scaled"]
+    hyper = HYPER._replace(noise=0.0, lr=0.02)
 
     def made(communicator: Any, state: Arrays | None, *more: str) -> Any:
         return learner(communicator, state, *" ".join([*words, *more]).split(), model=model)

@@ -59,7 +59,8 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.calls = nn.Linear(3, 3), 0
+        self.fc = nn.Linear(3, 3)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

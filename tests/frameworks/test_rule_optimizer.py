@@ -88,7 +88,9 @@ def test_channels_last_weights_have_the_same_norms() -> None:
 
 
 def test_factors_of_zero_and_one_touch_nothing() -> None:
-    ops, nan, y = TorchOps(), [torch.tensor([torch.nan])], [torch.tensor([3.0])]
+    ops = TorchOps()
+    nan = [torch.tensor([torch.nan])]
+    y = [torch.tensor([3.0])]
     assert ops.axpy(0.0, nan, y)[0].item() == ops.scale(1.0, y)[0].item() == 3.0
     assert y[0]._version == 0  # nothing was written
 
@@ -149,7 +151,8 @@ def test_no_gradient_leaves_a_parameter_out_but_its_group_counts_on() -> None:
     late = {}
     for make in (lambda some: RuleOptimizer(some, Adam(eps=0.0), lr=1.0), lambda some: torch.optim.Adam(some, lr=1.0, eps=0.0)):
         first, second = parameters((1, 1), (1, 1))
-        optimizer, start = make([first, second]), second.item()
+        optimizer = make([first, second])
+        start = second.item()
         first.grad = torch.ones_like(first)
         optimizer.step()
         assert second.item() == start and second not in optimizer.state

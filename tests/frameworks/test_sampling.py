@@ -39,7 +39,8 @@ def without_cache(gpt: GPT, prompts: torch.Tensor, length: int, tokens: int, tem
 
 
 def test_the_sequences_are_those_without_a_cache() -> None:
-    gpt, prompts = model(20), torch.tensor([[8, 1], [8, 2], [8, 3]])
+    gpt = model(20)
+    prompts = torch.tensor([[8, 1], [8, 2], [8, 3]])
     found = continue_sequences(gpt, prompts, 21, tokens=8, temperature=0.7, seed=4)
     assert torch.equal(found, without_cache(gpt, prompts, 21, 8, 0.7, 4))
     assert found[:, 2:].max() < 8
@@ -50,7 +51,8 @@ def test_the_sequences_are_those_without_a_cache() -> None:
 
 def test_a_rank_without_sequences_keeps_in_step() -> None:
     calls: list[int] = []
-    prompts, options = torch.zeros(2, 3, dtype=torch.int64), {"tokens": 8, "temperature": 1.0, "seed": 1}
+    prompts = torch.zeros(2, 3, dtype=torch.int64)
+    options = {"tokens": 8, "temperature": 1.0, "seed": 1}
     for part in (prompts, prompts[:0]):
         found = continue_sequences(model(6), part, 12, **options, before_each=lambda: calls.append(0))  # type: ignore[arg-type]
         assert found.shape == (len(part), 12)
@@ -58,14 +60,16 @@ def test_a_rank_without_sequences_keeps_in_step() -> None:
 
 
 def test_temperature_0_takes_the_most_probable() -> None:
-    gpt, prompts = model(20), torch.tensor([[0, 1], [3, 3]])
+    gpt = model(20)
+    prompts = torch.tensor([[0, 1], [3, 3]])
     found = continue_sequences(gpt, prompts, 20, tokens=9, temperature=0, seed=1)
     with torch.no_grad():
         assert torch.equal(gpt(found)[:, 1:-1].argmax(2), found[:, 2:])
 
 
 def test_tokens_are_as_frequent_as_the_model_says() -> None:
-    gpt, n = model(4), 20_000
+    gpt = model(4)
+    n = 20_000
     with torch.no_grad():
         shares = (gpt(torch.tensor([[5]]))[0, -1] / 2.0).softmax(0).numpy()
     drawn = continue_sequences(gpt, torch.full((n, 1), 5), 2, tokens=9, temperature=2.0, seed=3)[:, 1].numpy()
@@ -74,7 +78,8 @@ def test_tokens_are_as_frequent_as_the_model_says() -> None:
 
 
 def test_beyond_the_context_the_second_half_is_read_again() -> None:
-    gpt, prompts = model(6), torch.tensor([[1], [2]])
+    gpt = model(6)
+    prompts = torch.tensor([[1], [2]])
     found = continue_sequences(gpt, prompts, 12, tokens=9, temperature=0, seed=1)
     expected = prompts
     begin = 0
@@ -98,7 +103,8 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.clock
 def test_32_images_are_drawn_ten_times_as_fast_with_the_cache(one_thread: None) -> None:
     """In 0.4 s of the processor, instead of 9."""
-    gpt, prompts = model(256, 65, layers=2, width=64).float(), torch.full((32, 1), 64)
+    gpt = model(256, 65, layers=2, width=64).float()
+    prompts = torch.full((32, 1), 64)
     began_s = time.process_time()
     found = continue_sequences(gpt, prompts, 257, tokens=64, temperature=1.0, seed=2)
     cached_s = time.process_time() - began_s

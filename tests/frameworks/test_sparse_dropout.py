@@ -13,7 +13,8 @@ from hvdtrain.frameworks.torch.sparse_dropout import LARGEST, SparseDropout, dro
 @pytest.mark.parametrize("p", [0.001, 0.01, 0.1])
 def test_each_index_is_dropped_with_probability_p(p: float) -> None:
     torch.manual_seed(3)
-    count, rounds = 2000, 400
+    count = 2000
+    rounds = 400
     hits = torch.zeros(count)
     for _ in range(rounds):
         indices = dropped_indices(count, p)

@@ -76,7 +76,8 @@ def test_the_part_of_a_cut(cut: Cut, expected: list[list[int]]) -> None:
 )
 def test_parts_that_are_put_make_the_whole(axis: int, groups: int, shape: tuple[int, ...]) -> None:
     expected = np.random.default_rng(1).random(shape)
-    found, as_tensor = np.full(shape, np.nan), torch.full(shape, torch.nan, dtype=torch.float64)
+    found = np.full(shape, np.nan)
+    as_tensor = torch.full(shape, torch.nan, dtype=torch.float64)
     for index in range(3):
         cut = Cut(axis, groups, 3, index, shape[axis])
         assert cut.of(expected).shape == cut.local_shape(shape)
@@ -137,7 +138,9 @@ class Stray(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.scale = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+        self.a = nn.Linear(2, 2)
+        self.b = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,8 @@ def test_a_plan_without_parts_of_the_positions_is_refused(model: nn.Module, what
 
 def test_one_rank_has_the_whole_model() -> None:
     torch.manual_seed(1)
-    model, whole = small_gpt(tied=True), small_gpt(tied=True)
+    model = small_gpt(tied=True)
+    whole = small_gpt(tied=True)
     whole.load_state_dict(model.state_dict())
     names = list(model.state_dict())
     cuts = cut_model(model, plan_of(model, ""), SingleProcessCommunicator())

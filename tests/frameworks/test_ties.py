@@ -160,7 +160,9 @@ def test_two_tensors_with_one_memory(tmp_path: Path) -> None:
 
 def test_a_merge_keeps_ties() -> None:
     """One layer under two names has one sum; another layer's weight is an error."""
-    weight, a, b = np.eye(2), np.ones((1, 2)), np.ones((2, 1))
+    weight = np.eye(2)
+    a = np.ones((1, 2))
+    b = np.ones((2, 1))
     both = {f"{name}.{key}": array for name in ("x", "y") for key, array in (("weight", weight), ("lora_A", a), ("lora_B", b))}
     found = merged(both, 0.5)
     assert found.keys() == {"x.weight", "y.weight"} and found["x.weight"] is found["y.weight"]

@@ -83,7 +83,8 @@ def train(run: Path, words: list[str], data: Any) -> Any:
 @pytest.mark.parametrize("make", [vit, gpt2, bert])
 def test_outputs_are_those_of_the_library(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the class that wrote the folder, of stage 3, and of one made anew from the file in it."""
-    folder, data = saved(make, tmp_path / "folder"), DATA[make]
+    folder = saved(make, tmp_path / "folder")
+    data = DATA[make]
     expected = type(make()).from_pretrained(folder, dtype=torch.float64).eval()
     arrays = len(dict(expected.named_parameters()))
     ways = [
@@ -104,7 +105,8 @@ def test_outputs_are_those_of_the_library(make: Any, tmp_path: Path, capsys: pyt
 
 def test_names_of_the_file_are_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the library renames; what is missing, left over or of another shape; names that the user changes."""
-    folder, data = saved(vit, tmp_path / "folder"), DATA[vit]
+    folder = saved(vit, tmp_path / "folder")
+    data = DATA[vit]
     with safe_open(folder / "model.safetensors", "numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     names = vit().state_dict().keys()
@@ -179,7 +181,8 @@ def test_a_class_that_the_library_cannot_make(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("around", [False, True])
 def test_a_model_of_a_script(around: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It begins with a folder's weights, and gives no past; inside of another model its names are changed by model.weights_names."""
-    folder, net = saved(gpt2, tmp_path / "folder"), gpt2()
+    folder = saved(gpt2, tmp_path / "folder")
+    net = gpt2()
     words = [*WORDS, "task.name=language", f"model.weights={folder}", *(["model.weights_names=['=body.']"] if around else [])]
     model = Around(net) if around else net
     run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, model=model, train_data=DATA[gpt2], val_data=DATA[gpt2])
@@ -192,7 +195,8 @@ def test_a_model_of_a_script(around: bool, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_options_and_what_is_no_model(tmp_path: Path) -> None:
-    folder, data = saved(bert, tmp_path / "folder"), DATA[bert]
+    folder = saved(bert, tmp_path / "folder")
+    data = DATA[bert]
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "config.json").write_text('{"model_type": "x", "auto_map": {"AutoConfig": "evil.Config"}}')
     run = train(tmp_path / "run", [f"model.name=transformers:{folder}", "model.num_hidden_layers=1"], {**data, "y": np.arange(12) % 5})

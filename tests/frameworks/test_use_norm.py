@@ -29,7 +29,8 @@ def tied() -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "made"), [("ghost", GhostBatchNorm), ("sync", SyncBatchNorm)])
 def test_the_switch_keeps_everything_but_the_statistics(kind: Literal["ghost", "sync"], made: type) -> None:
-    model, before = tied(), tied()
+    model = tied()
+    before = tied()
     parameters = list(model.parameters())
     assert use_norm(model, kind, 4, "averaged", SingleProcessCommunicator()) is model
     assert [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] == [made] * 4

@@ -286,11 +286,15 @@ def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -
                 one.sync_buffers(alone)
         return dict(one.state())
 
-    task, alone, rng = Classification((4, 4, 2), 3, np.zeros(2), np.ones(2)), SingleProcessCommunicator(), np.random.default_rng(0)
+    task = Classification((4, 4, 2), 3, np.zeros(2), np.ones(2))
+    alone = SingleProcessCommunicator()
+    rng = np.random.default_rng(0)
     samples = {"x": rng.integers(0, 256, (8, 4, 4, 2), dtype=np.uint8), "y": rng.integers(0, 3, 8)}
     first = made(None).state()
-    one, by_hand = made(first), made(first)
-    net, batch = by_hand.model, by_hand.to_device(dict(samples))
+    one = made(first)
+    by_hand = made(first)
+    net = by_hand.model
+    batch = by_hand.to_device(dict(samples))
     x = [p.detach().clone() for p in net.parameters()]
     z = [tensor.clone() for tensor in x]
     for step in range(6):

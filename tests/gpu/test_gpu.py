@@ -129,7 +129,8 @@ def test_images_with_their_weights_sharded(tmp_path: Path) -> None:
     words = "model.name=convnet", "model.widths=[4,6]", "speed.precision=fp64", "optim.base_lr=0.1", "comm.engine=mpi"
     for stage in (0, 3):
         assert "on cuda:0" in train(tmp_path / str(stage), 2, *words, f"shard.stage={stage}")
-    one, sharded = weights(tmp_path / "0"), weights(tmp_path / "3")
+    one = weights(tmp_path / "0")
+    sharded = weights(tmp_path / "3")
     assert one.keys() == sharded.keys() and any(array.ndim == 4 for array in one.values())
     for name, array in one.items():
         np.testing.assert_allclose(sharded[name], array, rtol=1e-11, atol=1e-13, err_msg=name)
@@ -158,11 +159,13 @@ def test_images_with_their_weights_sharded(tmp_path: Path) -> None:
 def test_a_resumed_job_is_the_same_to_the_last_bit(tmp_path: Path, words: list[str]) -> None:
     """With speed.deterministic; interrupted in the middle of an epoch."""
     words = [*words, "speed.deterministic=true"]
-    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    straight = tmp_path / "straight"
+    halves = tmp_path / "halves"
     train(straight, 0, *words)
     train(halves, 0, *words, steps=5)
     train(halves, 0, *words)
-    one, other = weights(straight), weights(halves)
+    one = weights(straight)
+    other = weights(halves)
     assert one.keys() == other.keys()
     assert [name for name, array in one.items() if not np.array_equal(array, other[name])] == []
 

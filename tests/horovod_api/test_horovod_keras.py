@@ -124,7 +124,8 @@ def test_ranks_with_unequal_batches_are_equal_after_join_and_a_broadcast_as_the_
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_others_go_on_from_the_last_commit_of_fit(backend: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    argv, env = ["tests/support/keras_elastic.py", str(out)], environment(backend) | {"HVDTRAIN_ENGINE": "mpi"}
+    argv = ["tests/support/keras_elastic.py", str(out)]
+    env = environment(backend) | {"HVDTRAIN_ENGINE": "mpi"}
     with ranks.Job(3, argv, options=["--with-ft", "ulfm"], env=env, is_warm=True) as job:
         result = job.wait()
     assert out.exists(), result.stderr

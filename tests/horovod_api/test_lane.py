@@ -65,7 +65,10 @@ def test_arrays_of_numpy_are_compressed() -> None:
 
 def test_idle_threads_ask_for_nothing() -> None:
     """The thread of a pool without work, and one that waits for a queue; but not one that works, nor one that waits for a time."""
-    callers, place, work, ends = Callers(), object(), queue.Queue[int](), threading.Event()
+    callers = Callers()
+    place = object()
+    work = queue.Queue[int]()
+    ends = threading.Event()
     callers.wait(place)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(callers.ask).result()  # it has asked before, and has nothing to do now
@@ -85,7 +88,9 @@ def test_idle_threads_ask_for_nothing() -> None:
 
 
 def test_a_thread_that_has_asked_and_waits_for_a_queue_may_ask_again() -> None:
-    callers, place, work = Callers(), object(), queue.Queue[int]()
+    callers = Callers()
+    place = object()
+    work = queue.Queue[int]()
     callers.wait(place)
     caller = threading.Thread(target=lambda: [callers.ask(), work.get()])  # type: ignore[func-returns-value]
     caller.start()
@@ -146,11 +151,16 @@ class InThreads(Alone):
 
     def __init__(self, blocks: dict[int, dict[int, np.ndarray]], words: set[tuple[int, int, Word]], rank: int, size: int) -> None:
         """blocks: of each exchange, by rank; words: exchange, rank and what it said. All ranks have the same ones."""
-        self._blocks, self._words, self._rank, self._size, self._number = blocks, words, rank, size, 0
+        self._blocks = blocks
+        self._words = words
+        self._rank = rank
+        self._size = size
+        self._number = 0
         self.before_word: Callable[[Word], object] = lambda _: None
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
-        self._number, self._rows = self._number + 1, rows
+        self._number = self._number + 1
+        self._rows = rows
         self._blocks.setdefault(self._number, {})[self._rank] = block.copy()
 
     def done(self) -> bool:
@@ -174,7 +184,9 @@ class LanesInThreads:
     """A lane for each rank, which never gives up; gives_up() changes that of rank 0."""
 
     def __init__(self, size: int) -> None:
-        communicators, blocks, words = ThreadRanks(size), dict[int, dict[int, np.ndarray]](), set[tuple[int, int, Word]]()
+        communicators = ThreadRanks(size)
+        blocks = dict[int, dict[int, np.ndarray]]()
+        words = set[tuple[int, int, Word]]()
         self.exchanges = [InThreads(blocks, words, rank, size) for rank in range(size)]
         self.lanes = [
             Lane(
@@ -194,7 +206,8 @@ class LanesInThreads:
 
     def call(self, rank: int, name: str) -> str:
         """The first line of its error."""
-        lane, request = self.lanes[rank], barrier(Request, name)
+        lane = self.lanes[rank]
+        request = barrier(Request, name)
         try:
             lane.submit(request)
             lane.show()
@@ -211,7 +224,8 @@ class LanesInThreads:
 
 def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> None:
     """Rank 1 comes late, or makes no call at all; rank 2 would wait for ever."""
-    ranks, gave_up = LanesInThreads(3), threading.Event()
+    ranks = LanesInThreads(3)
+    gave_up = threading.Event()
 
     def late(rank: int, *, comes: bool) -> str:
         if rank == 1:
@@ -223,7 +237,8 @@ def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> No
         return error
 
     assert ranks.on_all(lambda rank: ranks.call(rank, "before")) == ["done"] * 3
-    told, waited = f"barrier 'late': {GAVE_UP}", "barrier 'late': rank 1 did not come within 0.4 s"
+    told = f"barrier 'late': {GAVE_UP}"
+    waited = "barrier 'late': rank 1 did not come within 0.4 s"
     ranks.gives_up(0.4)
     assert ranks.on_all(lambda rank: late(rank, comes=True)) == [waited, told, told]
     ranks.gives_up(None)
@@ -241,7 +256,9 @@ def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> No
 )
 def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(word: Word, expected: list[str]) -> None:
     """Rank 1 starts the exchange before rank 0 looks for it for the last time; or after that, and before rank 0 says that it gives up."""
-    ranks, comes, came = LanesInThreads(2), threading.Event(), threading.Event()
+    ranks = LanesInThreads(2)
+    comes = threading.Event()
+    came = threading.Event()
     start = ranks.exchanges[1].start
 
     def before_word(about_to_say: Word) -> None:
@@ -268,7 +285,9 @@ def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(word: W
 
 
 def test_a_daemon_that_gets_the_number_of_a_caller_is_no_caller() -> None:
-    callers, place, ends = Callers(), object(), threading.Event()
+    callers = Callers()
+    place = object()
+    ends = threading.Event()
     caller = threading.Thread(target=callers.ask)
     caller.start()
     caller.join()

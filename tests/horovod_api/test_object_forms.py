@@ -176,7 +176,8 @@ def test_dicts_of_other_classes_come_back_with_their_attributes() -> None:
     itself: Any = Itself(a=[1])
     mirrored: Any = Mirrored()
     dict.__setitem__(plain, "a", 1)
-    mirrored.x, mirrored.y = {"deep": [1]}, 2
+    mirrored.x = {"deep": [1]}
+    mirrored.y = 2
     found = sent({"plain": plain, "itself": itself, "mirrored": mirrored})
     assert type(found["plain"]) is Plain and dict(found["plain"]) == {"a": 1}
     assert type(found["itself"]) is Itself and vars(found["itself"]) is found["itself"] and found["itself"] == {"a": [1]}

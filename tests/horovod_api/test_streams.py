@@ -28,7 +28,8 @@ class Written:
     """A stream."""
 
     def __init__(self, name: str, gpus: Gpus) -> None:
-        self.name, self._gpus = name, gpus
+        self.name = name
+        self._gpus = gpus
 
     def record_event(self) -> Event:
         return Event(f"what {self.name} has until now ({len(self._gpus.log)})", torch.device("cpu"))
@@ -54,7 +55,8 @@ class Gpus(Cuda):
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        before, self._of_thread.stream = getattr(self._of_thread, "stream", None), stream
+        before = getattr(self._of_thread, "stream", None)
+        self._of_thread.stream = stream
         try:
             yield
         finally:

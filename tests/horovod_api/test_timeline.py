@@ -29,7 +29,8 @@ def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_a_range_of_waiting_and_one_of_making_for_each_call(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    own, start_us = engine(Settings(timeline=str(path), marks_cycles=True)), time.time_ns() // 1000
+    own = engine(Settings(timeline=str(path), marks_cycles=True))
+    start_us = time.time_ns() // 1000
     handles = [own.submit(GLOBAL, request(name, 9000)) for name in ("a", "b")]
     time.sleep(0.01)
     for handle in handles:

@@ -26,7 +26,8 @@ from ranks import FULL, needs_horovod, needs_mpirun
 )
 def test_weights_are_those_of_one_process(engine: str, size: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    argv, env = ["tests/support/horovod_training.py", str(out)], {"HVDTRAIN_ENGINE": engine}
+    argv = ["tests/support/horovod_training.py", str(out)]
+    env = {"HVDTRAIN_ENGINE": engine}
     result = ranks.mpirun(size, argv, env=env) if size > 1 else ranks.python(argv, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}

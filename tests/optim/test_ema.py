@@ -29,7 +29,8 @@ WORDS = ["batch.size=100", "epochs=2", "optim.base_lr=0.1", "speed.precision=fp6
 def test_the_average_is_that_of_averaged_model() -> None:
     """With the correction as its avg_fn; n_averaged counts the models before this one."""
     torch.manual_seed(0)
-    model, decay = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)).double(), 0.7
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)).double()
+    decay = 0.7
 
     def avg_fn(a: torch.Tensor, p: torch.Tensor, n: torch.Tensor | int) -> torch.Tensor:
         return a + (p - a) * (1 - decay) / (1 - decay ** (float(n) + 1))
@@ -57,8 +58,12 @@ def test_the_average_by_hand_in_arrays_of_any_framework(decay: float) -> None:
         ops = ArrayOps(np) if xp == "numpy" else TorchOps()
         make = (lambda x: x.copy()) if xp == "numpy" else (lambda x: [torch.from_numpy(x.copy())])
         read = (lambda x: x) if xp == "numpy" else (lambda x: x[0].numpy())
-        rule, p, plain = Averaged(Sgd(), decay), make(np.ones((3, 2))), make(np.ones((3, 2)))
-        state, own, seen = rule.init(p, ops), Sgd().init(plain, ops), []
+        rule = Averaged(Sgd(), decay)
+        p = make(np.ones((3, 2)))
+        plain = make(np.ones((3, 2)))
+        state = rule.init(p, ops)
+        own = Sgd().init(plain, ops)
+        seen = []
         for g in gradients:
             p, state = rule.update(make(g), state, p, hyper, ops)
             plain, own = Sgd().update(make(g), own, plain, hyper, ops)
@@ -97,7 +102,8 @@ def test_evaluations_are_of_the_averages(
     if framework == "torch":
         assert main(["export", "ema", "--to", "m.safetensors"]) == DONE
         assert "the averages of the weights are written" in capsys.readouterr().out
-        weights, expected = load_file("m.safetensors"), averages(ema)
+        weights = load_file("m.safetensors")
+        expected = averages(ema)
         assert expected and all(np.array_equal(weights[name.removeprefix("p.")], array) for name, array in expected.items())
 
 

@@ -31,7 +31,8 @@ def of_each(rule: Rule, run: Run) -> list[Rule]:
 
 
 def on_numpy(rule: Rule, run: Run) -> Arrays:
-    ops, weights = ArrayOps(np), run.weights()
+    ops = ArrayOps(np)
+    weights = run.weights()
     rules = of_each(rule, run)
     optimizer_state = [one.init(w, ops) for one, w in zip(rules, weights, strict=True)]
     for h in run.hypers():
@@ -43,7 +44,9 @@ def on_numpy(rule: Rule, run: Run) -> Arrays:
 
 def on_jax(rule: Rule, run: Run) -> Arrays:
     """One jitted update of all weights, whose numbers are tracers: it is compiled once."""
-    ops, excluded, rules = ArrayOps(jax.numpy), run.excluded(), of_each(rule, run)
+    ops = ArrayOps(jax.numpy)
+    excluded = run.excluded()
+    rules = of_each(rule, run)
 
     def update(gradients: list[Any], optimizer_state: list[Any], weights: list[Any], h: Hyper) -> Any:
         hypers = [h._replace(weight_decay=0.0) if out else h for out in excluded]
@@ -53,7 +56,8 @@ def on_jax(rule: Rule, run: Run) -> Arrays:
 
     with jax.enable_x64(True):
         weights: list[Any] = [jax.numpy.array(w) for w in run.weights()]
-        optimizer_state, compiled = [one.init(w, ops) for one, w in zip(rules, weights, strict=True)], jax.jit(update)
+        optimizer_state = [one.init(w, ops) for one, w in zip(rules, weights, strict=True)]
+        compiled = jax.jit(update)
         for h in run.hypers():
             weights, optimizer_state = compiled(run.gradients(h.step), optimizer_state, weights, h)
         assert compiled._cache_size() == 1
@@ -95,15 +99,18 @@ def test_a_rule_equals_an_independent_implementation(case: Case, float64: None) 
 @EVERY
 @pytest.mark.parametrize(("exclude", "decay"), [(True, 0.05), (False, 0.0)])
 def test_a_rule_is_the_same_on_every_framework(case: Case, exclude: bool, decay: float) -> None:
-    rule, run = build(case.name, **case.options), case.run._replace(exclude=exclude, decay=decay)
+    rule = build(case.name, **case.options)
+    run = case.run._replace(exclude=exclude, decay=decay)
     reference = on_numpy(rule, run)
     assert distance(on_torch(rule, run), reference) < 1e-12
     assert distance(on_jax(rule, run), reference) < 1e-12
 
 
 def test_the_forms_of_lars_are_equal_until_the_rate_changes() -> None:
-    paper, torchs = Lars("paper"), Lars("torch")
-    steady, changing = Run(20.0, steady=True), Run(20.0)
+    paper = Lars("paper")
+    torchs = Lars("torch")
+    steady = Run(20.0, steady=True)
+    changing = Run(20.0)
     assert distance(on_numpy(paper, steady), on_numpy(torchs, steady)) < 1e-12
     assert distance(on_numpy(paper, changing), on_numpy(torchs, changing)) > 1e-3
 
@@ -111,7 +118,9 @@ def test_the_forms_of_lars_are_equal_until_the_rate_changes() -> None:
 def test_lars_of_optax_divides_by_the_norm_of_the_decayed_gradient() -> None:
     """Ours, as in the paper, by |g| + d |p|; theirs by |g + d p|: the first steps are parallel, ours shorter by the ratio of the two."""
     run = Run(20.0, steady=True)
-    p, g, h = run.weights()[0], run.gradients(0)[0], run.hypers()[0]
+    p = run.weights()[0]
+    g = run.gradients(0)[0]
+    h = run.hypers()[0]
     ours, _ = Lars("paper").update(g, (np.zeros_like(p),), p, h, ArrayOps(np))
     with jax.enable_x64(True):
         transform = optax.lars(h.lr, h.weight_decay, momentum=h.momentum)
@@ -126,7 +135,8 @@ def hyper(**numbers: Any) -> Hyper:
     return Hyper(**{"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "batch": 1, **numbers})
 
 
-ONES, ADAM = (np.ones((1, 2)),), (np.array([[0.5, 1.0]]), np.array([[227.2 / 3, 14.4]]))
+ONES = (np.ones((1, 2)),)
+ADAM = (np.array([[0.5, 1.0]]), np.array([[227.2 / 3, 14.4]]))
 NOVO = (np.ones((1, 2)), np.array(40.0))
 TWO = {"momentum": 0.5, "step": 1}
 # p = (3, 4), so |p| = 5; lr 0.5, momentum 0.9, decay 0.1. First rows: g = (8, -6), |g| = 10, v = (1, 1), g + d p = (8.3, -5.6).
@@ -217,7 +227,9 @@ def test_deviations_from_the_independent_implementations(float64: None) -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"])
 def test_dtypes_stay(name: str) -> None:
-    rule, ops, p = build(name), ArrayOps(np), np.ones((2, 3), np.float32)
+    rule = build(name)
+    ops = ArrayOps(np)
+    p = np.ones((2, 3), np.float32)
     optimizer_state = rule.init(p, ops)
     for step in range(2):
         p, optimizer_state = rule.update(np.ones_like(p), optimizer_state, p, hyper(step=step), ops)

@@ -71,8 +71,10 @@ def test_clipping_by_hand(xp: object) -> None:
 
 def test_noise_scale_of_a_known_population() -> None:
     """Per-sample gradients ~ N(G, diag), |G|^2 = 4, S = 400: B_noise = 100. Uneven ranks, one at times empty, a batch that doubles."""
-    rng, measured = np.random.default_rng(5), NoiseScale(decay=1.0)
-    mean, deviation = np.full(100, 0.2), np.full(100, 2.0)
+    rng = np.random.default_rng(5)
+    measured = NoiseScale(decay=1.0)
+    mean = np.full(100, 0.2)
+    deviation = np.full(100, 2.0)
     for reading in range(40):
         shares = [[10, 11, 12], [16, 0, 17], [20, 22, 24], [33, 0, 33]][reading // 10]
         batch = sum(shares)

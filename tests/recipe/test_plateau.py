@@ -53,7 +53,9 @@ def test_rates_are_those_of_torch(better: Any, words: str, torchs: dict[str, Any
     values[rng.integers(0, 200, 5)] = math.nan
     recipe = recipe_from_config(configure(None, f"optim.base_lr={RATE} recipe.schedule=plateau {words}".split()), 100, 0.9)
     optimizer, scheduler = scheduled(better, **torchs)
-    state, rates, expected = Plateau(), [], []
+    state = Plateau()
+    rates = []
+    expected = []
     for epoch, value in enumerate(map(float, values), start=1):
         state = Plateau(*json.loads(json.dumps(recipe.judge(state, Progress(100, 10**6, epoch, 100 * epoch), value, better))))
         rates.append(recipe.after_evaluations(recipe.at(Progress(100, 10**6, epoch, 100 * epoch)), state).lr)

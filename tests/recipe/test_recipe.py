@@ -33,7 +33,8 @@ def configured(*words: str) -> Config:
 
 def walk(r: Recipe, dataset: int) -> list[tuple[int, int, float]]:
     """(step, batch, lr) of every step of the job."""
-    p, steps = Progress(dataset, round(dataset * r.epochs)), []
+    p = Progress(dataset, round(dataset * r.epochs))
+    steps = []
     while not p.done:
         h = r.at(p)
         assert h.step == p.step
@@ -224,7 +225,8 @@ def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tup
 
 def test_which_of_batch_size_and_per_rank_counts() -> None:
     """The command line before files; what a run was made with before the file that is given again; else a contradiction."""
-    line, file = "command line", "x.yaml:3"
+    line = "command line"
+    file = "x.yaml:3"
     assert resolved({"batch.per_rank": file}) == (32, "batch.size, batch.per_rank, x.yaml:3 x 4 ranks")
     assert resolved({"batch.per_rank": file, "batch.size": line}) == (64, "batch.size, command line")
     assert resolved({"batch.per_rank": line, "batch.size": file})[0] == 32

@@ -33,14 +33,16 @@ def falls(done: float) -> float:
 
 def test_one_cycle_is_that_of_torch() -> None:
     """Whose last step is one before total_steps, and whose peak is one before pct_start of them."""
-    steps, peak = 200, 0.4
+    steps = 200
+    peak = 0.4
     words = f"recipe.schedule=one_cycle recipe.cycle_momentum=[0.85,0.95] batch.size=10 optim.base_lr={peak} epochs=2"
     recipe = recipe_from_config(configure(None, words.split()), 10 * steps // 2, 0.9)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=steps + 1, pct_start=(0.3 * steps + 1) / (steps + 1))
     progress = Progress(10 * steps // 2, 10 * steps)
     for _ in range(steps):
-        hyper, group = recipe.at(progress), optimizer.param_groups[0]
+        hyper = recipe.at(progress)
+        group = optimizer.param_groups[0]
         assert hyper.lr == pytest.approx(group["lr"], rel=1e-12) and hyper.momentum == pytest.approx(group["momentum"], rel=1e-12)
         optimizer.step()
         scheduler.step()

@@ -375,7 +375,8 @@ def test_a_job_resumed_on_other_ranks_has_a_warning() -> None:
 
 
 def test_a_short_job_among_several_numbers_of_ranks_has_a_warning() -> None:
-    long, short = run_on(1, 100.0), record_of([start(), step(5), end(20, seconds=4.25)])
+    long = run_on(1, 100.0)
+    short = record_of([start(), step(5), end(20, seconds=4.25)])
     left_out = "r1: a job of 4.25 s says nothing about speed: the run is left out of the comparisons of ranks (10 s or more)"
     assert left_out in " ".join(page_of(long, short).split())
     assert "says nothing" not in page_of(short, short)

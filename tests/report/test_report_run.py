@@ -151,7 +151,8 @@ def test_a_run_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     assert refused(tmp_path / ("x" * 300)).startswith(
         f"cannot read {tmp_path / ('x' * 300)}/events.jsonl: File name too long\n  where: RUN\n"
     )
-    run, user = write(tmp_path / "closed" / "run", COMPLETE), os.geteuid()
+    run = write(tmp_path / "closed" / "run", COMPLETE)
+    user = os.geteuid()
     (tmp_path / "closed").chmod(0)
     try:
         if user == 0:
@@ -168,7 +169,8 @@ def record_of(events: list[Fields], **config: Any) -> RunRecord:
 
 def test_speed_is_images_by_seconds() -> None:
     """100 images/s for 3 s and 400 for 1 s are 700 images in 4 s: 175, not 250. The end's own number comes first."""
-    slow, fast = epoch(1, 0.5, samples_per_s=100.0, epoch_s=3.0), epoch(2, 0.5, samples_per_s=400.0, epoch_s=1.0)
+    slow = epoch(1, 0.5, samples_per_s=100.0, epoch_s=3.0)
+    fast = epoch(2, 0.5, samples_per_s=400.0, epoch_s=1.0)
     assert summary.samples_per_s(record_of([start(), slow, fast])) == 175.0
     assert summary.samples_per_s(record_of([start(), slow, fast, end(20, samples_per_s=170.0)])) == 170.0
     windows = [step(5, samples_per_s=100.0, window_s=3.0), step(10, samples_per_s=400.0, window_s=1.0)]
@@ -244,7 +246,8 @@ def test_strong_scaling() -> None:
 
 def test_weak_scaling() -> None:
     """Against the fewest, 2: 150 / 100 = 1.5 times on twice as many ranks. A run without an end has a speed, but no last accuracy."""
-    two, four = run_on(2, 100.0, batch=32), run_on(4, 150.0, batch=64)
+    two = run_on(2, 100.0, batch=32)
+    four = run_on(4, 150.0, batch=64)
     going = record_of([start(ranks=4), epoch(1, 0.1, samples_per_s=150.0, seconds=12.0)])
     (found,) = scaling_comparisons([four, two, going])
     assert found.batch == "16 on each rank (weak scaling)"
@@ -254,7 +257,9 @@ def test_weak_scaling() -> None:
 
 def test_runs_with_other_communication_are_compared_apart() -> None:
     """Two comparisons, both with the job on one rank; none without a configuration or with one number of ranks."""
-    on_one, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.compression": "fp16"})
+    on_one = run_on(1, 100.0)
+    same = run_on(2, 180.0)
+    half = run_on(2, 190.0, **{"comm.compression": "fp16"})
     assert [found.rows[1].speed_up for found in scaling_comparisons([on_one, same, half])] == [1.8, 1.9]
     assert (
         scaling_comparisons([run_on(2, 1.0), run_on(2, 2.0, seed=2)])
@@ -272,8 +277,11 @@ def test_a_job_of_a_few_seconds_is_not_compared() -> None:
 
 def test_a_job_resumed_on_other_ranks_is_not_compared() -> None:
     """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing about 2. Repeated from step 0 it does."""
-    one, moved = run_on(1, 100.0), run_on(2, 120.0)
-    one_rank, two_ranks, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
+    one = run_on(1, 100.0)
+    moved = run_on(2, 120.0)
+    one_rank = start(ranks=1)
+    two_ranks = start(10)
+    other = start(5, device="CPU B", engine="torchdist")
     events = moved.events[1:]
     assert changes_between_starts(RunRecord(Path("a"), CONFIG, [one_rank, *events, two_ranks])) == "ranks 1, then 2"
     assert scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [one_rank, *events, two_ranks])]) == []
@@ -286,7 +294,8 @@ def test_a_job_resumed_on_other_ranks_is_not_compared() -> None:
 
 
 def test_differing_keys() -> None:
-    first, second = record_of([start()], run="a", seed=1), record_of([start()], run="b", seed=2)
+    first = record_of([start()], run="a", seed=1)
+    second = record_of([start()], run="b", seed=2)
     del second.config["comm.compression"]
     assert differing_keys([first, second]) == [("seed", [1, 2]), ("comm.compression", ["same", None])]
 

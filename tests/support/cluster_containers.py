@@ -175,7 +175,8 @@ def apptainer() -> Path:
     if found := shutil.which("apptainer"):
         return Path(found)
     need_podman()
-    root, program = CACHE / "apptainer-root", CACHE / "bin" / "apptainer"
+    root = CACHE / "apptainer-root"
+    program = CACHE / "bin" / "apptainer"
     with FileLock(CACHE / "apptainer.lock"):
         if not (root / "usr/bin/apptainer").exists():
             _sid(root)
@@ -244,14 +245,16 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Re
 @functools.cache
 def sif(target: str) -> Path:
     """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is another."""
-    name, program = image(target), apptainer()
+    name = image(target)
+    program = apptainer()
     identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name]).strip()
     path = CACHE / f"hvdtrain-{target}-{identity[:12]}.sif"
     with FileLock(CACHE / "sif.lock"):
         if not path.exists():
             for old in CACHE.glob(f"hvdtrain-{target}-*.sif"):
                 old.unlink()
-            archive, fresh = CACHE / "archive.tar", path.with_suffix(".fresh")
+            archive = CACHE / "archive.tar"
+            fresh = path.with_suffix(".fresh")
             archive.unlink(missing_ok=True)  # of a run that was ended; buildah does not write over it
             must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"])
             fast = ["--force", "--mksquashfs-args", "-comp lz4"]

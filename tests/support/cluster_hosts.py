@@ -69,7 +69,8 @@ class Hosts:
 
     def __init__(self, count: int, *, ssh: bool = False) -> None:
         self.names = [f"n{number}" for number in range(1, count + 1)]
-        self._ssh, self._stack = ssh, ExitStack()
+        self._ssh = ssh
+        self._stack = ExitStack()
 
     def __enter__(self) -> Hosts:
         need("iproute2", *["openssh-server", "openssh-client"] * self._ssh)
@@ -144,7 +145,8 @@ class Hosts:
 
     @contextmanager
     def _host(self, name: str, address: str) -> Iterator[None]:
-        etc, uts = Path(f"/etc/netns/{self._prefix}{name}"), self.folder / f"{name}.uts"
+        etc = Path(f"/etc/netns/{self._prefix}{name}")
+        uts = self.folder / f"{name}.uts"
         with self._namespace(name):
             self._ip("switch", f"link add {name} type veth peer name eth0 netns {self._prefix}{name}")
             self._ip("switch", f"link set {name} master br0 up")

@@ -21,7 +21,8 @@ from ports import free_port
 from ranks import HANG_S, ROOT, environment
 
 CPUS = 4  # of each node, whatever the machine has
-START_S, STOP_S = 300.0, 60.0
+START_S = 300.0
+STOP_S = 60.0
 _PMIX = "usr/lib/*/pmix2/lib/libpmix.so.2"
 
 _CONF = """ClusterName=ci
@@ -62,7 +63,8 @@ class Slurm:
     """A context manager: nodes n1, n2, ..., which are these hosts, or two on the loopback address; leaving it ends jobs and daemons."""
 
     def __init__(self, hosts: Hosts | None) -> None:
-        self.hosts, self._stack = hosts, ExitStack()
+        self.hosts = hosts
+        self._stack = ExitStack()
         self.nodes = hosts.names if hosts else ["n1", "n2"]
 
     def __enter__(self) -> Slurm:
@@ -121,7 +123,8 @@ class Slurm:
             time.sleep(0.05)
 
     def _conf(self) -> str:
-        here, ports = socket.gethostname().partition(".")[0], [free_port() for _ in range(len(self.nodes) + 1)]
+        here = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(len(self.nodes) + 1)]
         if self.hosts:
             addresses = [f"NodeAddr={NET}.{number}" for number in range(1, len(self.nodes) + 1)]
         else:

@@ -20,7 +20,8 @@ from hvdtrain.errors import UserError
 
 
 def main(out: str) -> None:
-    ranks, MPI = mpi.connect(placement(os.environ)), mpi.load()
+    ranks = mpi.connect(placement(os.environ))
+    MPI = mpi.load()
     mpi4py.rc.finalize = None
     with pytest.raises(UserError, match="the script has loaded mpi4py, whose MPI_Finalize"):
         ranks.be_ready_to_shrink(gpu=False)

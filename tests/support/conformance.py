@@ -116,7 +116,9 @@ def broadcast(dtype: str, kind: Kind, communicator: Communicator, name: str) -> 
 
 def start_reduce(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     """The sums of several, each of which one rank gets."""
-    rank, size, under_way = communicator.rank, communicator.size, []
+    rank = communicator.rank
+    size = communicator.size
+    under_way = []
     for shape, root in itertools.product(SHAPES, range(size)):
         x = buffer(kind, share(shape, rank, size), dtype)
         under_way.append((communicator.start_reduce(x, f"{name} {shape} {root}", root), shape, root))
@@ -136,7 +138,8 @@ def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str
 
 def sharded(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     """Reduced to the parts of the ranks, and spread again; several under way, also where some ranks have no part."""
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     shapes = ((1,), (2 * size,), (3 * size + 1,), (0,), (70_001,), (1, 2), (2 * size + 1, 3), (0, 3))
     sums = [communicator.start_reduce_scatter(buffer(kind, share(s, rank, size), dtype), f"{name} {s} to owners") for s in shapes]
     for shape, handle in zip(shapes, sums, strict=True):
@@ -209,10 +212,12 @@ def side_channel(communicator: Communicator, name: str) -> Claims:
 
 def side_channel_of_some(communicator: Communicator, name: str) -> Claims:
     """The last rank is late, then silent, then in time: None after the wait, no late reply to an old request, and no end with one."""
-    rank, last = communicator.rank, communicator.size - 1
+    rank = communicator.rank
+    last = communicator.size - 1
     for turn, how in enumerate(("late", "silent", "in time")):
         missing = bool(last) and how != "in time"
-        start, found = time.monotonic(), list[Any]()
+        start = time.monotonic()
+        found = list[Any]()
         if not (missing and rank == last):
             _gather_into(found, communicator, f"{rank} {turn}", 0.3 if missing else 600.0)
         seconds = time.monotonic() - start
@@ -234,7 +239,8 @@ def _gather_into(found: list[Any], communicator: Communicator, message: str, wai
 
 def many_steps(communicator: Communicator, name: str) -> Claims:
     """The same names, step after step, with values that change; an allreduce, an allgather and a broadcast share one name."""
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     for step in range(40):
         handles = [communicator.start_allreduce(np.full(5, step * (rank + 1.0 + i)), f"{name} {i}") for i in range(3)]
         yield communicator.allgather(np.array([step + rank]), f"{name} 0"), "numpy", np.arange(step, step + size), "int64"
@@ -245,8 +251,12 @@ def many_steps(communicator: Communicator, name: str) -> Claims:
 
 def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """Megabytes through every collective."""
-    rank, size, shape, dtype = communicator.rank, communicator.size, (LARGE,), "float32"
-    total, mine = reduced(shape, "sum", size), share(shape, rank, size)
+    rank = communicator.rank
+    size = communicator.size
+    shape = (LARGE,)
+    dtype = "float32"
+    total = reduced(shape, "sum", size)
+    mine = share(shape, rank, size)
     parts = [ranked((LARGE // size + r,), r) for r in range(size)]
     handle = communicator.start_allreduce(buffer(kind, mine, dtype), f"{name} start")
     yield communicator.allreduce(buffer(kind, mine, dtype), name), kind, total, dtype
@@ -276,8 +286,11 @@ def beyond_an_int(kind: Kind, communicator: Communicator, name: str) -> Claims:
 
 def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """int64 passes through no float, uint8 wraps around, and float16 beyond 65504 is inf without a warning: loss scaling looks for it."""
-    rank, size = communicator.rank, communicator.size
-    big, ranks = 2**53 + 1, size * (size - 1) // 2  # 0 + 1 + .. + size - 1
+    rank = communicator.rank
+    size = communicator.size
+    # 0 + 1 + .. + size - 1
+    big = 2**53 + 1
+    ranks = size * (size - 1) // 2
     cases = {"int64": (big + rank, big * size + ranks), "uint8": (200 + rank, (200 * size + ranks) % 256)}
     for dtype, (mine, total) in {**cases, "float16": (4e4, 4e4 if size == 1 else np.inf)}.items():
         yield communicator.allreduce(buffer(kind, np.array([mine]), dtype), f"{name} {dtype}"), kind, np.array([total]), dtype
@@ -298,9 +311,11 @@ def kept_inputs(communicator: Communicator, name: str) -> Claims:
 
 def groups(communicator: Communicator, name: str) -> Claims:
     """The collectives of the ranks of one color, of a group of all but the last rank, and of all; then those of all ranks once more."""
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     for turn, colors in enumerate(([r % 2 for r in range(size)], [7 if r < size - 1 else None for r in range(size)], [3] * size)):
-        group, members = communicator.split(colors[rank]), [r for r in range(size) if colors[r] == colors[rank]]
+        group = communicator.split(colors[rank])
+        members = [r for r in range(size) if colors[r] == colors[rank]]
         yield np.array([group is None]), "numpy", np.array([colors[rank] is None]), "bool"
         if group is None:
             continue
@@ -322,7 +337,8 @@ def messages(communicator: Communicator, name: str) -> Claims:
 
     Without the feature "p2p": a UserError.
     """
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     if "p2p" not in communicator.features:
         try:
             yield point_to_point(communicator, name), "numpy", np.array("a UserError"), "U"
@@ -337,7 +353,8 @@ def messages(communicator: Communicator, name: str) -> Claims:
             (kind, dtype, (rows, 2)) for kind in ("numpy", "torch") for dtype in (*NUMBER_TYPES, "bool") for rows in (3, 0)
         ]
         cases.append(("torch", "float32", (LARGE,)))
-        sent, received = [], []
+        sent = []
+        received = []
         for tag, (kind, dtype, shape) in enumerate(cases, start=1):
             sent += [group.start_send(buffer(kind, ranked(shape, rank) + other, dtype), other, name, tag) for other in others]
         for tag, (kind, dtype, shape) in reversed(list(enumerate(cases, start=1))):

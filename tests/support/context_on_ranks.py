@@ -16,7 +16,7 @@ X = np.arange(14, dtype=np.float64).reshape(7, 2)
 DATA = {"x": X, "y": X.sum(1)}
 
 
-def main(folder: str, mistake: str) -> None:
+def main(folder: str, mistake: str) -> None:  # noqa: PLR0915
     run = Path(folder)
     with ht.init(f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2") as ctx:
         model = torch.nn.Linear(2, 1).double().to(ctx.device)
@@ -26,7 +26,8 @@ def main(folder: str, mistake: str) -> None:
         torch.nn.init.constant_(model.bias, float(ctx.rank))
         model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         assert ctx.resume() == {}
-        weight, bias = np.zeros(2), 0.0
+        weight = np.zeros(2)
+        bias = 0.0
         counts = []
         for batch in ctx.samples(DATA, batch=2, epochs=2, seed=4):
             assert len(batch["x"]) == max(1, batch.count)
@@ -38,7 +39,8 @@ def main(folder: str, mistake: str) -> None:
             gradient = np.append(error @ everyone, error.sum())  # 2 / 2 of the mean of squares
             overflows = batch.step == 2  # on rank 1 alone
             if not overflows:
-                weight, bias = weight - 1e-2 * gradient[:2], bias - 1e-2 * gradient[2]
+                weight = weight - 1e-2 * gradient[:2]
+                bias = bias - 1e-2 * gradient[2]
             loss = torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
             assert abs(ctx.mean({"loss": loss})["loss"] - (error**2).mean()) < 1e-9
             ctx.backward(scaler.scale(loss * (math.inf if overflows and ctx.rank == 1 else 1)))

@@ -20,7 +20,9 @@ from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 
 CLASSES = 10  # which 4 ranks do not divide
 SCHEMES: tuple[Scheme, ...] = ("a", "b", "c")
-LR, MOMENTUM, WEIGHT_DECAY = 0.3, 0.9, 0.01
+LR = 0.3
+MOMENTUM = 0.9
+WEIGHT_DECAY = 0.01
 UPDATES = {"a": 1, "b": 3, "c": 3}  # of the dense part in a step of the variable batch
 
 
@@ -46,7 +48,8 @@ def shares(size: int) -> list[list[int]]:
 
 def samples(name: str, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch of a step."""
-    generator, side = torch.Generator().manual_seed(step), 16 if name == "alexnet" else 8
+    generator = torch.Generator().manual_seed(step)
+    side = 16 if name == "alexnet" else 8
     x = torch.randn(count, 2, side, side, generator=generator, dtype=torch.float64)
     return x, torch.randint(CLASSES, (count,), generator=generator)
 
@@ -131,7 +134,8 @@ def sum_others(hybrid: HybridModel, communicator: Communicator) -> None:
 
 def whole(found: dict[str, torch.Tensor], hybrid: HybridModel, communicator: Communicator) -> dict[str, torch.Tensor]:
     """The parts of the dense parameters put together."""
-    dense, parameters = {id(p) for p in hybrid.dense_parameters()}, dict(hybrid.model.named_parameters())
+    dense = {id(p) for p in hybrid.dense_parameters()}
+    parameters = dict(hybrid.model.named_parameters())
     return {name: communicator.allgather(g, f"whole.{name}") if id(parameters[name]) in dense else g for name, g in found.items()}
 
 
@@ -153,12 +157,15 @@ def one_process_in_turns(name: str, scheme: Scheme, size: int) -> Iterator[Step]
     model: Any = model_of(name)
     dense = list(dict(model.named_modules())[model.dense_part].parameters())
     others = [p for p in model.parameters() if all(p is not d for d in dense)]
-    optimizer, dense_optimizer = optimizer_of(others), optimizer_of(dense)
+    optimizer = optimizer_of(others)
+    dense_optimizer = optimizer_of(dense)
     for step, rows in enumerate(shares(size)):
         (all_x, all_y), total = samples(name, sum(rows), step), 0.0
-        order, updates = torch.arange(len(all_x)), UPDATES[scheme]
+        order = torch.arange(len(all_x))
+        updates = UPDATES[scheme]
         for turn in [order[turn::updates] for turn in range(updates)] if scheme == "c" else order.tensor_split(updates):
-            x, y = all_x[turn], all_y[turn]
+            x = all_x[turn]
+            y = all_y[turn]
             loss = cross_entropy(model(x), y)
             share = len(x) / sum(rows)
             found = torch.autograd.grad(loss, [*dense, *others])
@@ -183,7 +190,8 @@ def on_ranks_in_turns(name: str, scheme: Scheme, communicator: Communicator) -> 
     hybrid = HybridModel(model, communicator, scheme)
     dense = hybrid.dense_parameters()
     others = [p for p in model.parameters() if all(p is not d for d in dense)]
-    optimizer, dense_optimizer = optimizer_of(others), optimizer_of(dense)
+    optimizer = optimizer_of(others)
+    dense_optimizer = optimizer_of(dense)
     for step, rows in enumerate(shares(communicator.size)):
         x, y = own_part(samples(name, sum(rows), step), rows, communicator.rank)
         total = 0.0
@@ -221,9 +229,11 @@ def evaluated(name: str, scheme: Scheme, communicator: Communicator) -> float:
     """Outputs without gradients, of the uneven step."""
     rows = shares(communicator.size)[1]
     x, _ = samples(name, sum(rows), 1)
-    hybrid, mine = HybridModel(model_of(name), communicator, scheme).eval(), own_part((x, x), rows, communicator.rank)[0]
+    hybrid = HybridModel(model_of(name), communicator, scheme).eval()
+    mine = own_part((x, x), rows, communicator.rank)[0]
     with torch.no_grad():
-        found, expected = hybrid(mine), model_of(name)(mine)
+        found = hybrid(mine)
+        expected = model_of(name)(mine)
     assert not found.requires_grad
     return float((found - expected).norm() / expected.norm())
 

@@ -40,7 +40,9 @@ def late(ranks: MpiCommunicator, way: Way) -> list[str]:
     """Collectives of a tensor that the GPU fills as late as it may: the names of those whose result is wrong."""
     gpus = LateGpu()
     group = _group(ranks, gpus, way)
-    size, rank, wrong = group.size, group.rank, []
+    size = group.size
+    rank = group.rank
+    wrong = []
     total = size * (size + 1) / 2
     for name, start, expected in (
         ("allreduce", lambda x: group.start_allreduce(x, "late"), [total] * (2 * size)),
@@ -71,7 +73,8 @@ def asked(ranks: MpiCommunicator, wish: str, on_gpu: list[bool]) -> tuple[str, l
     """What use_gpus() raises, its notes, which features it adds, and whether groups that were made before and after have them."""
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
-    before, former = group.split(0), set(group.features)
+    before = group.split(0)
+    former = set(group.features)
     error = ""
     try:
         group.use_gpus(LateGpu() if on_gpu[group.rank] else None, wish, "a test")  # type: ignore[arg-type]
@@ -88,7 +91,8 @@ def asked(ranks: MpiCommunicator, wish: str, on_gpu: list[bool]) -> tuple[str, l
 
 def mixed(ranks: MpiCommunicator) -> list[float]:
     """A sum over ranks of which the first computes on a GPU."""
-    gpus, group = LateGpu(), ranks.split(0)
+    gpus = LateGpu()
+    group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
     group.use_gpus(gpus if group.rank == 0 else None, "auto", "a test")
     x = torch.full((3,), group.rank + 1.0)
@@ -100,11 +104,13 @@ def mixed(ranks: MpiCommunicator) -> list[float]:
 def farthest_weight(ranks: MpiCommunicator, way: Way, stage: int) -> tuple[str, float]:
     """What three steps of SGD on the stand-in's tensors are called, and how far the weights are from those of tensors in host memory."""
     words = (f"shard.stage={stage}", "optim.name=sgd", "speed.precision=fp64", "comm.bucket_mb=0.01")
-    sizes, group = [5 + 3 * rank for rank in range(ranks.size)], _group(ranks, LateGpu(), way)
+    sizes = [5 + 3 * rank for rank in range(ranks.size)]
+    group = _group(ranks, LateGpu(), way)
     plain, moved = learner(ranks, *words), learner(group, *words)
     for made, communicator in ((plain, ranks), (moved, group)):
         train(made, communicator, 3, sizes)
-    expected, found = weights(plain.state()), weights(moved.state())
+    expected = weights(plain.state())
+    found = weights(moved.state())
     ranks.free_group(group)
     return moved.strategy.summary, float(np.abs(found - expected).max() / np.abs(expected).max())
 
@@ -115,7 +121,9 @@ def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
     group.use_gpus(Cuda(), "auto", "a test")
-    size, wrong, went_on = ranks.size, "", []
+    size = ranks.size
+    wrong = ""
+    went_on = []
     side = torch.cuda.Stream()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for length in (size, 2_000_000):
@@ -125,7 +133,8 @@ def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
                 x.copy_(torch.full_like(x, ranks.rank + 1))
                 own = x.clone()
                 began_s = time.monotonic()
-                handle, filled = group.start_allreduce(x, "sum"), side.record_event()
+                handle = group.start_allreduce(x, "sum")
+                filled = side.record_event()
                 went_on.append(time.monotonic() - began_s < 0.05 or not filled.query())
                 del x
                 found = handle.wait().double().sum()

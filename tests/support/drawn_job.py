@@ -55,13 +55,16 @@ def draw(seed: int, limits: Limits) -> DrawnJob:
     framework = dice.choice(limits.frameworks)
     task, model = dice.choice(MODELS[framework])
     model = f"{model}-{dice.choice('ab')}" if model in ("mlp", "gpt") else model
-    batch, samples, steps = dice.randint(6, 30), dice.randint(35, 120), dice.randint(5, 9)
+    batch = dice.randint(6, 30)
+    samples = dice.randint(35, 120)
+    steps = dice.randint(5, 9)
     if (task, model) == ("classification", "linear"):
         batch = dice.choice(NOT_DIVISIBLE)
     optimizer = dice.choice(
         [name for name in RATES if framework == "torch" or ("." not in name and (framework == "jax" or name != "muon"))]
     )
-    options, at = _Options(dice, framework, task, model, optimizer, batch, samples, steps), dice.randint(1, 3)
+    options = _Options(dice, framework, task, model, optimizer, batch, samples, steps)
+    at = dice.randint(1, 3)
     words = " ".join([f"checkpoint.every_steps={at}", *options.common(), *options.optimizer(), *options.recipe(), *options.inputs()])
     words = " ".join([words, *options.others(random.Random(f"others {seed}"), words)])
     place = _place(dice, limits, framework, model, optimizer, words)
@@ -96,8 +99,14 @@ class _Options:
     def __init__(
         self, dice: random.Random, framework: str, task: str, model: str, optimizer: str, batch: int, samples: int, steps: int
     ) -> None:
-        self.dice, self.framework, self.task, self.model = dice, framework, task, model
-        self.name, self.batch, self.samples, self.steps = optimizer, batch, samples, steps
+        self.dice = dice
+        self.framework = framework
+        self.task = task
+        self.model = model
+        self.name = optimizer
+        self.batch = batch
+        self.samples = samples
+        self.steps = steps
         self.in_torch_alone = "." in optimizer
         self.images = task == "classification" and (model not in ("mlp-a", "mlp-b", "linear") or dice.random() < 0.5)
 
@@ -132,7 +141,8 @@ class _Options:
         return words
 
     def recipe(self) -> list[str]:
-        dice, words = self.dice, self.sometimes(0.3, "recipe.warmup=0.3", "recipe.warmup=2steps", "recipe.warmup=20%")
+        dice = self.dice
+        words = self.sometimes(0.3, "recipe.warmup=0.3", "recipe.warmup=2steps", "recipe.warmup=20%")
         schedules = ("cosine", "linear", "polynomial", "exponential", "steps recipe.milestones=[2steps] recipe.gamma=0.5")
         words += self.sometimes(0.5, *(f"recipe.schedule={name}" for name in schedules))
         if self.model != "sync" and dice.random() < 0.25:
@@ -186,7 +196,8 @@ class _Options:
 
 def _place(dice: random.Random, limits: Limits, framework: str, model: str, optimizer: str, words: str) -> Place:
     """With the parts that the engine, the model and the optimizer have; now and then with others."""
-    engine, ranks = dice.choice(limits.engines), dice.choice(limits.sizes)
+    engine = dice.choice(limits.engines)
+    ranks = dice.choice(limits.sizes)
     parts = [""] if framework != "torch" else ["", "comm.reduce=bucket comm.bucket_mb=0.001"]
     if framework != "numpy":
         parts += ["shard.stage=1", "shard.stage=2 comm.bucket_mb=0.001"] if optimizer != "muon" or framework == "torch" else []

@@ -16,7 +16,10 @@ from hvdtrain.tasks.user_functions import read_metrics
 from hvdtrain.tasks.user_tasks import examples_of
 from hvdtrain.tasks.user_tasks import measured as with_metrics
 
-SIDE, CLASSES, VOCABULARY, LONGEST = 8, 3, 11, 12
+SIDE = 8
+CLASSES = 3
+VOCABULARY = 11
+LONGEST = 12
 
 
 def _images(split: str, samples: int, val_samples: int) -> tuple[np.random.Generator, np.ndarray]:
@@ -59,7 +62,9 @@ class Both(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.table, self.both = nn.Linear(SIDE * SIDE, 6), nn.Linear(4, 6), nn.Linear(12, CLASSES)
+        self.image = nn.Linear(SIDE * SIDE, 6)
+        self.table = nn.Linear(4, 6)
+        self.both = nn.Linear(12, CLASSES)
 
     def forward(self, image: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.both(torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1))
@@ -79,7 +84,8 @@ class Pixels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, CLASSES, 1)
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, CLASSES, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.last(self.first(x).tanh())

@@ -22,7 +22,10 @@ from safetensors.numpy import load_file
 
 from hvdtrain.errors import DONE
 
-CHECKPOINT_EVERY, SYNC_EVERY, EPOCH = 10, 10, 60  # steps between two checkpoints, between two sync points, and of an epoch
+# steps between two checkpoints, between two sync points, and of an epoch
+CHECKPOINT_EVERY = 10
+SYNC_EVERY = 10
+EPOCH = 60
 GLANCE_S = 0.02
 GONE_S = 300.0  # after this long a process that is left is an orphan
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
@@ -114,7 +117,8 @@ def told(run: Path) -> list[Tree]:
 def json_lines(path: Path) -> list[Tree]:
     """Complete lines only: a running job may be writing one, and SIGKILL may cut one off at the end of a page, which readers skip."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found, cut_off = list[Tree](), 0
+    found = list[Tree]()
+    cut_off = 0
     for line in lines:
         try:
             found += [json.loads(line)] if line.endswith("\n") else []
@@ -257,7 +261,8 @@ class Trial(NamedTuple):
 
 def kills(seed: int, size: int, count: int) -> list[Kill]:
     """Of rank 0, of mpirun and of another rank in turn; of nine turns three are in the start."""
-    random, plan = Random(seed), list[Kill]()
+    random = Random(seed)
+    plan = list[Kill]()
     for turn in range(count):
         rank = (0, -1, random.randrange(1, size))[turn % 3]
         early = turn % 9 in (3, 4, 5)
@@ -267,7 +272,8 @@ def kills(seed: int, size: int, count: int) -> list[Kill]:
 
 def kill(command: Command, run: Path, what: Kill) -> Trial:
     """Starts the command, waits for the moment, kills, and waits until all is gone."""
-    before, begun = newest(run), len(events(run))
+    before = newest(run)
+    begun = len(events(run))
     with command.start(run) as job:
         pid = launcher(job) if what.rank < 0 else once(job, lambda: job.pids().get(what.rank))
         wait_for(job, lambda: not what.steps or reached(run, begun) >= before + what.steps)

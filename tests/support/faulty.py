@@ -24,7 +24,9 @@ class Faulty(nn.Module):
         self.fc = nn.Linear(shape[0] * shape[1] * shape[2], classes)
         self.unused = nn.Linear(3, 3)
         self.bad_step = bad_step if placement(os.environ).rank == bad_rank else -1
-        self.passes, self.stamp, self.leave = 0, stamp, leave
+        self.passes = 0
+        self.stamp = stamp
+        self.leave = leave
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes += 1
@@ -45,7 +47,8 @@ class Views(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(shape[2], 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.conv = nn.Conv2d(shape[2], 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
         self.fc = nn.Linear(3 * shape[0] * shape[1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +62,9 @@ class Tied(nn.Module):
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         width = shape[0] * shape[1] * shape[2]
-        self.one, self.two, self.fc = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, classes)
+        self.one = nn.Linear(width, width)
+        self.two = nn.Linear(width, width)
+        self.fc = nn.Linear(width, classes)
         self.two.weight = self.one.weight
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
@@ -73,7 +78,8 @@ class Late(nn.Module):
     def __init__(self, shape: tuple[int, int, int], classes: int, ms: float = 0.0) -> None:
         super().__init__()
         self.fc = nn.Linear(shape[0] * shape[1] * shape[2], classes)
-        self.late_s, self.warned = ms / 1e3 * (placement(os.environ).rank == 1), False
+        self.late_s = ms / 1e3 * (placement(os.environ).rank == 1)
+        self.warned = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.late_s:
@@ -94,7 +100,9 @@ class Staged(nn.Sequential):
 class Bad(nn.Linear):
     def __init__(self, classes: int, bad_step: int, hang: bool) -> None:
         super().__init__(16, classes)
-        self.passes, self.bad_step, self.hang = 0, bad_step, hang
+        self.passes = 0
+        self.bad_step = bad_step
+        self.hang = hang
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes += self.training

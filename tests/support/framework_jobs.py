@@ -111,7 +111,8 @@ def in_keras(recipe: str = "") -> Any:
         jax.config.update("jax_enable_x64", True)
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    make, penalty = keras.layers, keras.regularizers.L2(PENALTY)
+    make = keras.layers
+    penalty = keras.regularizers.L2(PENALTY)
     of_weights = {"kernel_regularizer": penalty, "bias_regularizer": penalty}
     networks: dict[str, list[Any]] = {
         "linear": [make.Flatten(), make.Dense(10)],

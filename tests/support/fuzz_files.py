@@ -25,7 +25,8 @@ BOMB_BYTES = 2**30
 def zeros_in_gzip(head: bytes, room: int) -> bytes:
     """A gzip file of `head` and zeros, `room` bytes in all: 1 MB of file for 1 GiB."""
     length = room - len(head)
-    checksum, block = zlib.crc32(head), bytes(2**20)
+    checksum = zlib.crc32(head)
+    block = bytes(2**20)
     for _ in range(length // 2**20):
         checksum = zlib.crc32(block, checksum)
     checksum = zlib.crc32(bytes(length % 2**20), checksum)
@@ -59,7 +60,8 @@ def idx_bomb(rng: Generator, dimensions: int) -> bytes:
 
 def read_idx(rng: Generator, home: Path) -> Callable[[], None]:
     """Fashion-MNIST's files of n images, plain or packed."""
-    count, suffix = int(rng.integers(1, 6)), pick(rng, ("", ".gz"))
+    count = int(rng.integers(1, 6))
+    suffix = pick(rng, ("", ".gz"))
     for name, lengths in (("images-idx3", (count, 4, 3)), ("labels-idx1", (count,))):
         path = home / f"train-{name}-ubyte{suffix}"
         data = idx_file(rng, lengths)
@@ -104,7 +106,8 @@ def read_folder(rng: Generator, home: Path) -> Callable[[], None]:
                 if chance(rng, 0.02):
                     odd(rng, path)
     size = pick(rng, (None, None, 1, 16, 33, 257)) if chance(rng, 0.9) else pick(rng, (-1, 0, 2**12, 10**6, 2**31, 2**63))
-    split, channels = pick(rng, ("train", "val")), pick(rng, (1, 3))
+    split = pick(rng, ("train", "val"))
+    channels = pick(rng, (1, 3))
     return lambda: check_source(folder.build("folder", home, split, size=size, channels=channels, cache=home / "cache"))
 
 

@@ -40,7 +40,8 @@ forge = sys.exit  # a name of this module for a function of Python's own
 
 def read_names(rng: Generator, home: Path) -> Callable[[], None]:
     """A name of a plugin or an import path."""
-    name, folder = pick(rng, NAMES), pick(rng, tuple(plugins.ALIASES))
+    name = pick(rng, NAMES)
+    folder = pick(rng, tuple(plugins.ALIASES))
     if chance(rng, 0.3):
         name = mutated(rng, name.encode(errors="replace")).decode(errors="surrogateescape")
     dotted = plugins.is_dotted(name) and chance(rng, 0.8)

@@ -22,7 +22,8 @@ Build = Callable[[Path], Source]
 
 def sound(folder: Path, random: np.random.Generator) -> list[tuple[Path, Build]]:
     """A sound file of each format whose library is here, and what opens one."""
-    x, y = random.normal(size=(60, 4, 3)).astype("f4"), random.integers(0, 3, 60)
+    x = random.normal(size=(60, 4, 3)).astype("f4")
+    y = random.integers(0, 3, 60)
     np.savez(folder / "a.npz", x=x, y=y)
     np.savez_compressed(folder / "b.npz", x=x, y=y)
     lines = [f"{a},{b},{c}" for a, b, c in zip(x[:, 0, 0], x[:, 0, 1], y, strict=True)]
@@ -56,7 +57,8 @@ def damaged(raw: bytes, random: np.random.Generator) -> bytes:
 
 
 def main() -> int:
-    folder, random = Path(sys.argv[1]), np.random.default_rng(int(sys.argv[2]))
+    folder = Path(sys.argv[1])
+    random = np.random.default_rng(int(sys.argv[2]))
     outcomes = {"read": 0, "UserError": 0}
     for path, build in sound(folder, random):
         raw = path.read_bytes()

@@ -81,7 +81,8 @@ class Watchdog:
     """An audit hook: while it is on, nothing is started, called over the network, or touched outside `home`."""
 
     def __init__(self, home: Path) -> None:
-        self.on, self.inside = False, (str(home), "/dev/null")
+        self.on = False
+        self.inside = (str(home), "/dev/null")
         self.readable = (*self.inside, str(PROJECT), sys.prefix, sys.base_prefix, "/proc/self", "/usr", "/etc/ld.so.cache", "/sys")
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -156,8 +157,10 @@ def check_refusal(error: UserError) -> tuple[str, str]:
 
 def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
     """Works through its order; leaves in `now` what it was at, for the parent to read where this process dies."""
-    scratch, report = Path(order["scratch"]), {name: Tally(**tally) for name, tally in order["tallies"].items()}
-    watch, seed = Watchdog(scratch / "input"), order["seed"]
+    scratch = Path(order["scratch"])
+    report = {name: Tally(**tally) for name, tally in order["tallies"].items()}
+    watch = Watchdog(scratch / "input")
+    seed = order["seed"]
     warnings.simplefilter("default")
     sys.addaudithook(watch)
     limit_memory(order["limit_bytes"])
@@ -176,7 +179,8 @@ def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
             faulthandler.cancel_dump_traceback_later()
             tally.spent_s += elapsed_s
             if elapsed_s > tally.slowest_s:
-                tally.slowest_s, tally.slowest = elapsed_s, number
+                tally.slowest_s = elapsed_s
+                tally.slowest = number
             tally.read += result == "read"
             tally.refused += result == "refused"
             if result == "finding":

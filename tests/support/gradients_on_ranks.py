@@ -18,7 +18,9 @@ import torch
 
 hvd = importlib.import_module(sys.argv[2])
 IS_HOROVOD = sys.argv[2] == "horovod.torch"
-NEAR, COLUMNS, ROWS = 1e-12, 2, 3
+NEAR = 1e-12
+COLUMNS = 2
+ROWS = 3
 AS_DERIVATIVES = ("min", "max", "product")  # whose gradients Horovod reduces by the same op: no derivative
 OF_ANY_ROWS = ("uneven allgather", "empty allgather", "alltoall of splits", "grouped_allgather")  # JAX has to know their shapes
 Call = Callable[[Any], Any]
@@ -72,7 +74,8 @@ def of_gathered(rows_of: Callable[[int], int]) -> Callable[[int], np.ndarray]:
     """The average over ranks of the gradients of a rank's rows."""
 
     def gradient(rank: int) -> np.ndarray:
-        start, total = sum(map(rows_of, range(rank))), sum(map(rows_of, range(hvd.size())))
+        start = sum(map(rows_of, range(rank)))
+        total = sum(map(rows_of, range(hvd.size())))
         return summed(total)[start : start + rows_of(rank)] / hvd.size()
 
     return gradient
@@ -104,7 +107,8 @@ def of_scattered(factor: float) -> Callable[[int], np.ndarray]:
 
 
 def cases() -> dict[str, Case]:
-    size, last = hvd.size(), hvd.size() - 1
+    size = hvd.size()
+    last = hvd.size() - 1
     factors: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
 
     def same(rank: int) -> int:
@@ -219,7 +223,8 @@ def failures() -> dict[str, str]:
     rank = hvd.rank()
     for way, (module, gradient) in ways().items():
         for name, case in cases_of(way, module).items():
-            x, weight = inputs(rank, case.rows(rank)), weights(rank, result_rows(name, case, rank))
+            x = inputs(rank, case.rows(rank))
+            weight = weights(rank, result_rows(name, case, rank))
             try:
                 result = gradient(lambda tensor: case.call(module, tensor), x, weight)  # noqa: B023 (called in this turn)
                 expected = case.gradient(rank)
@@ -237,7 +242,8 @@ def second_derivatives() -> dict[str, str]:
 
     keras, tensorflow = (importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow"))
     rank = hvd.rank()
-    x, weight = inputs(rank, ROWS), np.cos(weights(rank, ROWS))
+    x = inputs(rank, ROWS)
+    weight = np.cos(weights(rank, ROWS))
     found = {}
     for name in ("sum", "min", "product", "allgather", "broadcast"):
         call = ALL[name].call

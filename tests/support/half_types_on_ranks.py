@@ -19,14 +19,20 @@ from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.build import build_learner
 
-LAYERS, WIDTH, TOKENS, COLOURS = 4, 64, 8, 50
+LAYERS = 4
+WIDTH = 64
+TOKENS = 8
+COLOURS = 50
 GPT = f"model.name=gpt task.name=language model.layers={LAYERS} model.width={WIDTH} model.heads=2"
 LANGUAGE = Language(Field("int64", (TOKENS + 1,), COLOURS))
 SMALLEST = WIDTH * COLOURS  # numbers of a weight: activations of one sample have fewer
 
 
 IMAGES = without_statistics((8, 8, 1), 10)
-STEPS, LR, SHARES = 3, 0.5, (3, 2)  # samples of a rank
+# samples of a rank
+STEPS = 3
+LR = 0.5
+SHARES = (3, 2)
 
 
 class Odd(nn.Module):
@@ -36,7 +42,10 @@ class Odd(nn.Module):
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
-        self.frozen, self.router, self.last, self.rare = nn.Linear(64, 32), nn.Linear(32, 4), nn.Linear(32, outputs), nn.Linear(32, 32)
+        self.frozen = nn.Linear(64, 32)
+        self.router = nn.Linear(32, 4)
+        self.last = nn.Linear(32, outputs)
+        self.rare = nn.Linear(32, 32)
         self.frozen.weight.requires_grad_(False)
         self.experts = nn.Parameter(torch.randn(4, 32, 32) / 6)
         self.encoder = nn.TransformerEncoderLayer(32, 2, 40, dropout=0.0, batch_first=True)
@@ -58,7 +67,8 @@ class Sixteen(TorchDispatchMode):
 
     def __init__(self, least_bytes: int) -> None:
         super().__init__()
-        self._least, self._found = least_bytes, dict[int, Any]()
+        self._least = least_bytes
+        self._found = dict[int, Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -114,7 +124,8 @@ def _weights(words: str, communicator: Communicator, steps: int) -> tuple[dict[s
     """Of steps of two passes, with an evaluation after each; the second pass of rank 1 has zeros."""
     task: Any = LANGUAGE if "language" in words else IMAGES
     learner: Any = build_learner(configure(None, f"optim.name=sgd speed.precision=bf16 {words}".split()), task, communicator)
-    rank, size = learner.data.rank, learner.data.size
+    rank = learner.data.rank
+    size = learner.data.size
     draw = np.random.default_rng(rank)
     for step in range(steps):
         micro = []

@@ -67,9 +67,12 @@ def parts_of(ranks: list[int], rows: Callable[[int], int], rest: tuple[int, ...]
 
 
 def allreduce(dtype: str, op: str, hvd: Any) -> Claims:
-    rank, ranks, number = hvd.rank(), list(range(hvd.size())), getattr(hvd, op)
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
+    number = getattr(hvd, op)
     for shape in SHAPES:
-        x, expected = given(shape, rank, dtype), reduced(shape, ranks, dtype, op)
+        x = given(shape, rank, dtype)
+        expected = reduced(shape, ranks, dtype, op)
         name = f"allreduce {dtype} {op} {shape}"
         found = hvd.allreduce(x, op=number, name=name)
         yield found, (expected, dtype)
@@ -83,7 +86,8 @@ def allreduce(dtype: str, op: str, hvd: Any) -> Claims:
         in_place = x.clone()
         hvd.synchronize(hvd.allreduce_async_(in_place, op=number))
         yield in_place, (expected, dtype)
-    tensors, expected_list = [given(s, rank, dtype) for s in SHAPES[:4]], [reduced(s, ranks, dtype, op) for s in SHAPES[:4]]
+    tensors = [given(s, rank, dtype) for s in SHAPES[:4]]
+    expected_list = [reduced(s, ranks, dtype, op) for s in SHAPES[:4]]
     for found, expected in zip(hvd.grouped_allreduce(tensors, op=number), expected_list, strict=True):
         yield found, (expected, dtype)
     in_place_list = [tensor.clone() for tensor in tensors]
@@ -94,7 +98,8 @@ def allreduce(dtype: str, op: str, hvd: Any) -> Claims:
 
 def factors(dtype: str, hvd: Any) -> Claims:
     """prescale and postscale, with every op."""
-    rank, ranks = hvd.rank(), list(range(hvd.size()))
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
     for op, (before, after) in itertools.product(OPS, ((0.5, 1.0), (1.0, 3.0), (2.0, 0.5))):
         found = hvd.allreduce(given((9,), rank, dtype), op=getattr(hvd, op), prescale_factor=before, postscale_factor=after)
         yield found, (reduced((9,), ranks, dtype, op, before, after), dtype)
@@ -102,7 +107,8 @@ def factors(dtype: str, hvd: Any) -> Claims:
 
 def many(hvd: Any) -> Claims:
     """Many under way, waited for in another order; mixed kinds, dtypes and sizes; the same names in the next turn."""
-    rank, ranks = hvd.rank(), list(range(hvd.size()))
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
     for _turn in range(3):
         under_way: list[tuple[int, Any]] = []
         for i, dtype in itertools.product(range(25), ("float32", "float64", "int64")):
@@ -119,7 +125,9 @@ def many(hvd: Any) -> Claims:
 
 def large(hvd: Any) -> Claims:
     """Beyond every fusion buffer, and small ones beside it."""
-    rank, ranks, shape = hvd.rank(), list(range(hvd.size())), (3_000_001,)
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
+    shape = (3_000_001,)
     handles = [hvd.allreduce_async(given(s, rank, "float32"), op=hvd.Average) for s in (shape, (5,), shape, (7,))]
     for handle, s in zip(handles, (shape, (5,), shape, (7,)), strict=True):
         yield hvd.synchronize(handle), (reduced(s, ranks, "float32", "Average"), "float32")
@@ -130,7 +138,8 @@ def large(hvd: Any) -> Claims:
 
 
 def allgather(dtype: str, hvd: Any) -> Claims:
-    rank, ranks = hvd.rank(), list(range(hvd.size()))
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
     for rest in ((), (3,), (2, 2)):
         for rows in (lambda r: 2, lambda r: r + 1, lambda r: r % 2, lambda r: 0):
             parts = parts_of(ranks, rows, rest, dtype)
@@ -145,7 +154,8 @@ def allgather(dtype: str, hvd: Any) -> Claims:
 def broadcast(dtype: str, hvd: Any) -> Claims:
     rank = hvd.rank()
     for shape, root in itertools.product(SHAPES, range(hvd.size())):
-        x, expected = given(shape, rank, dtype), (wide(given(shape, root, dtype)), dtype)
+        x = given(shape, rank, dtype)
+        expected = (wide(given(shape, root, dtype)), dtype)
         yield hvd.broadcast(x, root), expected
         yield x, (wide(given(shape, rank, dtype)), dtype)
         in_place = x.clone()
@@ -158,7 +168,8 @@ def broadcast(dtype: str, hvd: Any) -> Claims:
 
 
 def alltoall(dtype: str, hvd: Any) -> Claims:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for rest in ((), (3,)):
         sources = parts_of(list(range(size)), lambda r: 2 * size, rest, dtype)
         yield hvd.alltoall(given((2 * size, *rest), rank, dtype)), (np.concatenate([s[2 * rank : 2 * rank + 2] for s in sources]), dtype)
@@ -173,7 +184,9 @@ def alltoall(dtype: str, hvd: Any) -> Claims:
 
 
 def reducescatter(dtype: str, op: str, hvd: Any) -> Claims:
-    rank, ranks, number = hvd.rank(), list(range(hvd.size())), getattr(hvd, op)
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
+    number = getattr(hvd, op)
     for shape in ((8,), (7, 3), (1, 2), (5, 2, 2)):
         expected = np.array_split(reduced(shape, ranks, dtype, op), len(ranks))[rank]
         x = given(shape, rank, dtype)
@@ -187,7 +200,8 @@ def reducescatter(dtype: str, op: str, hvd: Any) -> Claims:
 
 def gradients(hvd: Any) -> Claims:
     """Of each collective, where every rank's loss is sum(rank-dependent weights * result)."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     weights = [np.arange(1.0, 5.0) * (r + 1) for r in range(size)]
     total = np.sum(weights, axis=0)
 
@@ -214,8 +228,10 @@ def gradients(hvd: Any) -> Claims:
 
 def gradients_twice(hvd: Any) -> Claims:
     """backward() again through one collective, and through each tensor of a group, adds up: nothing is freed by the first one."""
-    rank, size = hvd.rank(), hvd.size()
-    weight, total = np.arange(1.0, 5.0) * (rank + 1), np.arange(1.0, 5.0) * size * (size + 1) / 2
+    rank = hvd.rank()
+    size = hvd.size()
+    weight = np.arange(1.0, 5.0) * (rank + 1)
+    total = np.arange(1.0, 5.0) * size * (size + 1) / 2
     x, a, b = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     result = hvd.allreduce(x, op=hvd.Sum)
     for _ in range(2):
@@ -229,7 +245,8 @@ def gradients_twice(hvd: Any) -> Claims:
 
 def gradients_of_extremes(hvd: Any) -> Claims:
     """The derivatives of Min, Max and Product, twice through the same result; and the second derivative of a product."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     total = size * (size + 1) / 2  # of the ranks' weights
     expected = {hvd.Min: total * (rank == 0), hvd.Max: total * (rank == size - 1), hvd.Product: total * math.factorial(size) / (rank + 1)}
     for op, derivative in expected.items():
@@ -249,11 +266,13 @@ def gradients_of_extremes(hvd: Any) -> Claims:
 
 def process_sets(hvd: Any) -> Claims:
     """Sets of some ranks, beside each other and beside all ranks; waited for in another order on each rank."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     if size == 1:  # every set of ranks is that of all
         yield np.array([hvd.global_process_set.rank()]), (np.zeros(1), "int64")
         return
-    evens, odds = list(range(0, size, 2)), list(range(1, size, 2))
+    evens = list(range(0, size, 2))
+    odds = list(range(1, size, 2))
     added = [hvd.add_process_set(hvd.ProcessSet(evens)), hvd.add_process_set(odds)]
     own = added[rank % 2]
     ranks = own.ranks
@@ -284,7 +303,8 @@ def process_sets(hvd: Any) -> Claims:
 
 def join(hvd: Any) -> Claims:
     """Rank r has r + 1 batches: sums and averages are over those that have one; the last rank joins last."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for batch in range(rank + 1):
         ranks = list(range(batch, size))
         yield (
@@ -296,7 +316,8 @@ def join(hvd: Any) -> Claims:
 
 def join_average(hvd: Any) -> Claims:
     """Averages are divided by the ranks that still take part."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for batch in range(rank + 1):
         expected = reduced((4,), list(range(batch, size)), "float32", "Average")
         yield hvd.allreduce(given((4,), rank, "float32"), op=hvd.Average, name=f"mean {batch}"), (expected, "float32")
@@ -305,7 +326,8 @@ def join_average(hvd: Any) -> Claims:
 
 def join_under_way(hvd: Any) -> Claims:
     """What a rank asked for before it joined counts in an average; what it did not ask for changes no Min, Product or sparse average."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     is_last = rank == size - 1
     begun = hvd.allreduce_async(torch.full((3,), 1.0 + rank), name="begun", op=hvd.Average)
     if is_last:
@@ -323,7 +345,8 @@ def join_under_way(hvd: Any) -> Claims:
 
 def join_unnamed(hvd: Any) -> Claims:
     """Calls without a name go on, though ranks have made different numbers of them."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for batch in range(rank + 1):
         yield (
             hvd.allreduce(given((4,), rank, "float32"), op=hvd.Sum),
@@ -334,7 +357,8 @@ def join_unnamed(hvd: Any) -> Claims:
 
 
 def objects(hvd: Any) -> Claims:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     things = [{"rank": r, 5: [1.5, None, (True, "x" * 300 * r)], "array": np.arange(r)} for r in range(size)]
     for root in range(size):
         yield np.array([str(hvd.broadcast_object(things[rank], root)) == str(things[root])]), (np.ones(1), "bool")
@@ -354,7 +378,8 @@ def polled(hvd: Any) -> Claims:
 
 def adasum(dtype: str, hvd: Any) -> Claims:
     """By the formula, pair by pair; 4 ranks: pairs of pairs."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for length in (1, 2, 37):
         vectors = [np.sin(np.arange(1.0, length + 1) * (r + 1)) for r in range(size)]
         found = hvd.allreduce(torch.tensor(vectors[rank], dtype=getattr(torch, dtype)), op=hvd.Adasum, name=f"adasum {length}")
@@ -372,7 +397,8 @@ def compression(hvd: Any) -> Claims:
 
 
 def sparse(hvd: Any) -> Claims:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     x = torch.sparse_coo_tensor(
         torch.tensor([[rank, size]]), torch.tensor([1.0 + rank, 10.0]), (size + 1,), check_invariants=True
     ).coalesce()
@@ -383,7 +409,8 @@ def sparse(hvd: Any) -> Claims:
 
 def mismatches(hvd: Any) -> Claims:
     """Each is an error on every rank, and the next collective works."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     calls: list[Callable[[], Any]] = [
         lambda: hvd.allreduce(torch.ones(3 + (rank == size - 1)), name="shape"),
         lambda: hvd.allreduce(torch.ones(3, dtype=torch.float32 if rank else torch.float64), name="dtype"),
@@ -431,7 +458,9 @@ def refusals(hvd: Any) -> Claims:
 def same_name_twice(hvd: Any) -> Claims:
     """ValueError while the first one is under way: each rank tries it before the others begin that call."""
     for tries in range(hvd.size()):
-        name, raised, first = f"twice.{tries}", True, None
+        name = f"twice.{tries}"
+        raised = True
+        first = None
         if hvd.rank() == tries:
             first = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name=name)
             try:
@@ -454,7 +483,8 @@ def places(hvd: Any) -> Claims:
 
 def layouts(hvd: Any) -> Claims:
     """Tensors that are not contiguous, channels_last among them; arrays of NumPy."""
-    rank, ranks = hvd.rank(), list(range(hvd.size()))
+    rank = hvd.rank()
+    ranks = list(range(hvd.size()))
     shape = (2, 3, 4, 5)
     x = given(shape, rank, "float32")
     for tensor in (x.to(memory_format=torch.channels_last), x.transpose(1, 3).contiguous().transpose(1, 3)):
@@ -512,7 +542,8 @@ def failure_of(hvd: Any, check: Check) -> str:
 
 
 def main() -> None:
-    module, out = sys.argv[1], Path(sys.argv[2])
+    module = sys.argv[1]
+    out = Path(sys.argv[2])
     skipped = set(sys.argv[3].split(",")) if len(sys.argv) > 3 else set()
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     if device := os.environ.get("HVDTRAIN_TEST_DEVICE"):

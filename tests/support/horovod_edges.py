@@ -178,7 +178,8 @@ def results_may_be_changed_in_place() -> None:
 
 def second_derivatives_go_through_collectives() -> None:
     """Of the sum over ranks of L, the sum of y^2 of each: y = x^2 summed over ranks r with x = 1 + r there, or gathered."""
-    size, mine = hvd.size(), 1.0 + hvd.rank()
+    size = hvd.size()
+    mine = 1.0 + hvd.rank()
     total = sum((1.0 + rank) ** 2 for rank in range(size))
     for call, first, second in (
         (lambda y: hvd.allreduce(y, op=hvd.Sum), 4 * size * total * mine, None),
@@ -311,7 +312,8 @@ def an_optimizer_state_keeps_its_dtypes() -> None:
 def lbfgs_is_the_same_on_all_ranks() -> None:
     """A search along a line, whose length is of the losses: of all ranks, or they would call the closure another number of times."""
     made = torch.Generator().manual_seed(hvd.rank())
-    x, y = torch.randn(20, 4, generator=made), torch.randn(20, 3, generator=made)
+    x = torch.randn(20, 4, generator=made)
+    y = torch.randn(20, 3, generator=made)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"), model.named_parameters())
@@ -345,8 +347,10 @@ def a_state_is_synchronized_as_it_is() -> None:
 
 def a_default_device_of_the_script_is_the_scripts_alone() -> None:
     """As after torch.set_default_device("cuda"); here a device without numbers, so that a tensor of hvdtrain's own on it would show."""
-    size, ranks = hvd.size(), torch.arange(hvd.size())
-    x, model = torch.arange(6.0) + hvd.rank(), torch.nn.Linear(2, 1)
+    size = hvd.size()
+    ranks = torch.arange(hvd.size())
+    x = torch.arange(6.0) + hvd.rank()
+    model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     sparse = torch.tensor([0.0, 4.0]).to_sparse()

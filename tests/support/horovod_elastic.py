@@ -16,7 +16,9 @@ import torch
 
 import hvdtrain.horovod as hvd
 
-BATCHES, KILLED_AT, COMMIT_EVERY = 12, 7, 3
+BATCHES = 12
+KILLED_AT = 7
+COMMIT_EVERY = 3
 who = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
@@ -40,7 +42,8 @@ def train(state: Any) -> None:
 
 def alone(sizes: list[int]) -> torch.Tensor:
     """The weight where batch i was computed by sizes[i] ranks."""
-    weight, velocity = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    weight = torch.ones(1, 2, dtype=torch.float64)
+    velocity = torch.zeros(1, 2, dtype=torch.float64)
     for batch, size in enumerate(sizes):
         velocity = 0.9 * velocity + sum(gradient(weight, batch, rank) for rank in range(size)) / size
         weight = weight - 0.01 * velocity
@@ -53,7 +56,8 @@ def main() -> None:
     torch.nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    state, first_size = hvd.elastic.TorchState(model, optimizer, batch=0), hvd.size()
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    first_size = hvd.size()
     state.first_rank = hvd.rank()
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])

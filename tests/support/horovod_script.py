@@ -30,8 +30,10 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
-        self.dense1, self.dense2 = nn.Linear(8 * 3 * 3, 32), nn.Linear(32, 10)
+        self.conv = nn.Conv2d(1, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.dense1 = nn.Linear(8 * 3 * 3, 32)
+        self.dense2 = nn.Linear(32, 10)
 
     def forward(self, x):
         x = functional.max_pool2d(functional.relu(self.norm(self.conv(x))), 2)

@@ -21,7 +21,9 @@ from torch import nn
 import hvdtrain.horovod as hvd
 from hvdtrain.errors import UserError
 
-STEPS, ROWS = 4, 6  # rows of a rank in a step
+# rows of a rank in a step
+STEPS = 4
+ROWS = 6
 
 
 def model() -> nn.Module:
@@ -191,7 +193,8 @@ def compiled(_: Any) -> Any:
 
 def by_lbfgs(_: Any) -> Any:
     """An optimizer that calls its closure several times in a step, with the mean loss of all ranks."""
-    net, other = model(), model()
+    net = model()
+    other = model()
     wrapped = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"), net.named_parameters())
     plain = torch.optim.LBFGS(other.parameters(), line_search_fn="strong_wolfe")
 
@@ -244,7 +247,8 @@ def sparse_gradients(_: Any) -> Any:
 
 def adasum_steps(_: Any) -> Any:
     """Equal changes on all ranks are averaged: the weights are those of one rank that trains with rank 0's data."""
-    net, other = model(), model()
+    net = model()
+    other = model()
     wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Adasum)
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -304,7 +308,8 @@ def batch_norm(_: Any) -> Any:
     rows = [3 + rank for rank in range(hvd.size())]
     whole = torch.randn(sum(rows), 2, 5, dtype=torch.float64)
     weights = torch.randn_like(whole)
-    start, end = sum(rows[: hvd.rank()]), sum(rows[: hvd.rank() + 1])
+    start = sum(rows[: hvd.rank()])
+    end = sum(rows[: hvd.rank() + 1])
     layers = nn.BatchNorm1d(2).double(), hvd.SyncBatchNorm(2).double()
     inputs = whole.clone().requires_grad_(), whole[start:end].clone().requires_grad_()
     (layers[0](inputs[0]) * weights).sum().backward()
@@ -322,7 +327,8 @@ def jax_arrays(_: Any) -> Any:
     """They go in and come out of the same calls."""
     import jax.numpy as jnp
 
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     total = size * (size + 1) / 2
     for dtype in ("float32", "bfloat16", "int32"):
         x = jnp.full((3, 2), rank + 1, dtype)
@@ -344,7 +350,8 @@ def jax_arrays(_: Any) -> Any:
 def empty_step(_: Any) -> Any:
     """HVDTRAIN_HOROVOD_EMPTY_STEP=1: a fresh optimizer makes a step with gradients of 0 first, as Horovod's, wrapped or not."""
     for wraps in (False, True):
-        net, by_hand = model(), model()
+        net = model()
+        by_hand = model()
         optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
         if wraps:
             optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())

@@ -143,7 +143,8 @@ KINDS: dict[str, Callable[[Path, Path], Any]] = {
 
 def commands(run: Path, top: Path, *, page: bool = False) -> dict[str, Callable[[], int]]:
     """What a user may do with a run folder."""
-    to, images = top / "exported", top / "outside" / "images"
+    to = top / "exported"
+    images = top / "outside" / "images"
     to.mkdir(exist_ok=True)
 
     def summarize(run: Path) -> int:
@@ -193,7 +194,8 @@ class Refused(BaseException):
 
 def outcome(command: Callable[[], int]) -> str:
     """Empty where a command is done or refuses in words; else what went wrong."""
-    captured, code = io.StringIO(), -1
+    captured = io.StringIO()
+    code = -1
     with contextlib.redirect_stdout(captured), contextlib.redirect_stderr(captured):
         try:
             code = command()
@@ -246,7 +248,8 @@ def clear(path: Path) -> None:
 
 def planted(top: Path, names: list[str], most: int) -> Iterator[tuple[str, str]]:
     """(case, what went wrong) of every kind under each name with each command; `most`: so many of them, the same in every run; 0: all."""
-    outside, run = top / "outside", top / "run"
+    outside = top / "outside"
+    run = top / "run"
     before = tree(outside)
     cases = list(product(names, KINDS, commands(run, top)))
     for name, kind, which in Random(1).sample(cases, most) if most else cases:
@@ -258,13 +261,15 @@ def planted(top: Path, names: list[str], most: int) -> Iterator[tuple[str, str]]
             continue  # a device, without root
         wrong = in_child(lambda name=name, which=which: outcome(commands(run, top, page="report" in name)[which]))  # type: ignore[misc]
         if (now := tree(outside)) != before:
-            wrong, before = f"outside has changed: {set(now.items()) ^ set(before.items())}; {wrong}", now
+            wrong = f"outside has changed: {set(now.items()) ^ set(before.items())}; {wrong}"
+            before = now
         yield f"{which} {name}: {kind}", wrong
 
 
 def swapped(top: Path, rounds: int) -> Iterator[tuple[str, str]]:
     """A job trains and writes while another process swaps a name of the run folder for a link and back, at random moments."""
-    outside, run = top / "outside", top / "run"
+    outside = top / "outside"
+    run = top / "run"
     before = tree(outside)
     for number in range(rounds):
         random = Random(number)
@@ -276,7 +281,8 @@ def swapped(top: Path, rounds: int) -> Iterator[tuple[str, str]]:
             for count in range(10**9):
                 if os.getppid() != parent:
                     os._exit(0)
-                path, kept = run / random.choice(NAMES), run / f".kept{count}"
+                path = run / random.choice(NAMES)
+                kept = run / f".kept{count}"
                 with contextlib.suppress(OSError):
                     is_there = os.path.lexists(path)
                     if is_there:
@@ -293,7 +299,8 @@ def swapped(top: Path, rounds: int) -> Iterator[tuple[str, str]]:
         os.kill(swapper, signal.SIGKILL)
         os.waitpid(swapper, 0)
         if (now := tree(outside)) != before:
-            wrong, before = f"outside has changed: {set(now.items()) ^ set(before.items())}; {wrong}", now
+            wrong = f"outside has changed: {set(now.items()) ^ set(before.items())}; {wrong}"
+            before = now
         yield f"swapped, seed {number}", wrong
 
 
@@ -305,13 +312,15 @@ def mutations(top: Path, count: int, names: list[str]) -> Iterator[tuple[str, st
         for first in range(0, count, 50):
             said = in_child(lambda name=name, first=first: several(top, name, first))  # type: ignore[misc]
             if (now := tree(outside)) != before:
-                said, before = f"outside has changed; {said}", now
+                said = f"outside has changed; {said}"
+                before = now
             yield from ((f"{name} {first + number}", "") for number in range(49))
             yield f"{name} {first} to {first + 49}", said
 
 
 def several(top: Path, name: str, first: int) -> str:
-    run, wrong = top / "run", []
+    run = top / "run"
+    wrong = []
     data = (top / "sound" / name).read_bytes()
     if name != "config.yaml":
         shorten_config(top / "sound")

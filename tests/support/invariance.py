@@ -131,13 +131,15 @@ def losses(
         now = train_to_sync_point(job, now)
         if config.evaluate.every_steps and evaluation_due(config, now):
             now = evaluate_and_record(job, now)
-    sync_buffers, learner.sync_buffers = learner.sync_buffers, lambda communicator: None
+    sync_buffers = learner.sync_buffers
+    learner.sync_buffers = lambda communicator: None
     now = train_to_sync_point(job, now)  # each rank keeps its own statistics
     apart = communicator.allgather_object(
         {name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))}
     )
     sync_buffers(communicator)
-    val, state = evaluate(job, now), learner.state()
+    val = evaluate(job, now)
+    state = learner.state()
     not_synced = [float(np.abs(sum(one[name] for one in apart) / communicator.size - state[name]).max()) for name in apart[0]]
     spread = [float(np.abs(apart[0][name] - apart[-1][name]).max()) for name in apart[0]]
     digests = set(communicator.allgather_object(digest(state)))

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-HIDDEN, DROP = 7, 0.25
+HIDDEN = 7
+DROP = 0.25
 Arrays = Mapping[str, Any]  # by the names of the parameters in a job
 
 
@@ -31,7 +32,8 @@ class LinenNet(nn.Module):
 class NnxNet(nnx.Module):
     def __init__(self, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(int(np.prod(shape)), HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, classes, rngs=rngs)])
-        self.drop, self.table = nnx.Dropout(DROP, rngs=rngs), nnx.Variable(jnp.ones(HIDDEN))
+        self.drop = nnx.Dropout(DROP, rngs=rngs)
+        self.table = nnx.Variable(jnp.ones(HIDDEN))
 
     def __call__(self, x: Any) -> Any:
         return self.layers[1](self.drop(jnp.tanh(self.layers[0](x.reshape(len(x), -1)))) * self.table[...])
@@ -166,7 +168,8 @@ def linen_normed_bound() -> Any:
 
 class NnxNormed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm, self.out = nnx.BatchNorm(9, rngs=rngs), nnx.Linear(9, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(9, rngs=rngs)
+        self.out = nnx.Linear(9, 3, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         return self.out(self.norm(x.reshape(len(x), -1)))
@@ -195,7 +198,8 @@ class EquinoxNormed(eqx.Module):
     out: eqx.nn.Linear
 
     def __init__(self, key: Any) -> None:
-        self.norm, self.out = eqx.nn.BatchNorm(9, axis_name="batch", mode="batch"), eqx.nn.Linear(9, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(9, axis_name="batch", mode="batch")
+        self.out = eqx.nn.Linear(9, 3, key=key)
 
     def __call__(self, x: Any, state: Any) -> Any:
         hidden, state = self.norm(x.ravel(), state)

@@ -17,7 +17,8 @@ from jax_libraries import CASES, made
 
 import hvdtrain
 
-SHAPE, CLASSES = (3, 3, 1), 3
+SHAPE = (3, 3, 1)
+CLASSES = 3
 WORDS = ["batch.size=25", "epochs=2", "log.display=lines", "log.every_steps=4"]
 
 

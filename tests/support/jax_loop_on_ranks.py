@@ -15,7 +15,8 @@ import optax
 import hvdtrain as ht
 from hvdtrain.data.sampler import positions_of_rank
 
-SAMPLES, STEPS = 50, 12
+SAMPLES = 50
+STEPS = 12
 X = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 6))
 DATA = {"x": X, "y": X.prod(1)}
 OPTIMIZERS = {
@@ -45,8 +46,12 @@ def named(params: Any) -> dict[str, list[Any]]:
 def plain(optimizer: str, batch: int) -> dict[str, Any]:
     """In one process, each step on the whole batch, by JAX and optax alone."""
     with jax.enable_x64(True):
-        transformation, params, losses = OPTIMIZERS[optimizer], jax.tree.map(jnp.asarray, start()), []
-        state, update = transformation.init(params), jax.jit(transformation.update)  # float32 of a schedule rounds otherwise without jit
+        transformation = OPTIMIZERS[optimizer]
+        params = jax.tree.map(jnp.asarray, start())
+        losses = []
+        # float32 of a schedule rounds otherwise without jit
+        state = transformation.init(params)
+        update = jax.jit(transformation.update)
         for step in range(STEPS):
             rows = positions_of_rank(batch * step, batch, 0, 1, SAMPLES, 1).samples
             loss, gradient = jax.value_and_grad(loss_of)(params, (X[rows], DATA["y"][rows]))
@@ -97,13 +102,17 @@ def main(out: str, *ways: str) -> None:
 
 
 def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any]:
-    batch_size, has_folder = int(size), any(word.startswith("run=") for word in words)
+    batch_size = int(size)
+    has_folder = any(word.startswith("run=") for word in words)
     with ht.init("framework=jax", "log.every_steps=4", "guard.equal_steps=4", *words) as ctx:
         params, state = ctx.prepare(start(ctx.rank), OPTIMIZERS[optimizer])  # other parameters on each rank: those of rank 0 count
         kept: dict[str, Any] = {}
         if has_folder:
             params, state, kept = ctx.resume(params, state)
-        began, losses, counts, keys = ctx.step, [], [], []
+        began = ctx.step
+        losses = []
+        counts = []
+        keys = []
         for batch in ctx.samples(DATA, batch=batch_size, epochs=int(steps) * batch_size / SAMPLES, seed=1):
             if batch.step % 3 == 2:  # in parts, equally many on all ranks
                 loss, gradient = ctx.value_and_grad(loss_of, at_most=2)(params, batch)
@@ -118,9 +127,11 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
             ctx.log(loss=loss)
             if has_folder:
                 ctx.checkpoint(params, state, last=jnp.asarray(losses[-1]))
-        squares, count = 0.0, 0
+        squares = 0.0
+        count = 0
         for batch in ctx.each(DATA, batch=9):
-            squares, count = squares + float(loss_of(params, batch)) * batch.count, count + batch.count
+            squares = squares + float(loss_of(params, batch)) * batch.count
+            count = count + batch.count
         evaluated = ctx.mean({"loss": squares / max(1, count)}, count=count)["loss"]
         of_ranks = ctx.mesh.world.allgather_object((counts, keys))
         return {

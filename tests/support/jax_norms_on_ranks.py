@@ -79,7 +79,8 @@ class Lost(Exception):
 
 def failing(communicator: Any) -> str:
     """What a step raises whose first collective of a norm fails."""
-    one, tried = learner("jax", "norm.kind=sync", communicator=communicator), []
+    one = learner("jax", "norm.kind=sync", communicator=communicator)
+    tried = []
 
     def fail(x: Any, name: str) -> Any:
         tried.append(name)

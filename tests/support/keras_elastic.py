@@ -17,7 +17,10 @@ import numpy as np
 
 import hvdtrain.horovod.keras as hvd
 
-EPOCHS, BATCHES, KILLED = 3, 4, (1, 2)  # epoch and batch in which a rank is killed
+# epoch and batch in which a rank is killed
+EPOCHS = 3
+BATCHES = 4
+KILLED = (1, 2)
 RATE = 0.05
 
 
@@ -40,7 +43,8 @@ class Killed(keras.callbacks.Callback):
 
     def __init__(self, state: Any, first_rank: int) -> None:
         super().__init__()
-        self._state, self._rank = state, first_rank
+        self._state = state
+        self._rank = first_rank
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._rank == 1 and (self._state.epoch, batch) == KILLED:
@@ -73,7 +77,8 @@ def main() -> None:
     keras.config.set_floatx("float64")
     model = keras.Sequential([keras.Input((1,)), OneWeight()])
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(RATE)), loss="mse")
-    state, resets = hvd.elastic.KerasState(model, batch=0, epoch=0), list[int]()
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    resets = list[int]()
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state, hvd.rank())
     found = hvd.allgather(np.array([float(keras.ops.convert_to_numpy(model.weights[0]))]))

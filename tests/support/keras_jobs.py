@@ -49,7 +49,8 @@ class Twice(keras.layers.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(4, name="last")
+        self.one = keras.layers.Dense(4)
+        self.two = keras.layers.Dense(4, name="last")
 
     def call(self, x: Any) -> Any:
         return self.two(self.one(x))
@@ -124,7 +125,8 @@ def check_resumed_bits(folder: Path) -> None:
     train(folder / "resumed", name, "stop.steps=11")
     resumed = train(folder / "resumed", name, "stop.steps=null")
     assert resumed.steps == straight.steps == 29, (resumed, straight)
-    ours, theirs = arrays_of(resumed), arrays_of(straight)
+    ours = arrays_of(resumed)
+    theirs = arrays_of(straight)
     assert (
         ours.keys()
         == theirs.keys()
@@ -144,7 +146,8 @@ def check_object_and_file(folder: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
     found = np.asarray(keras.ops.convert_to_numpy(model(run.transform(x))))
     np.testing.assert_allclose(hvdtrain.predict(run, x, model=model), found, rtol=0, atol=1e-12)
-    weights, trained = model.get_weights(), train(folder / "named", "model.name=framework_jobs:in_keras", "speed.precision=fp64").weights
+    weights = model.get_weights()
+    trained = train(folder / "named", "model.name=framework_jobs:in_keras", "speed.precision=fp64").weights
     assert {w.shape for w in weights} == {w.shape for w in trained.values()}
     to = folder / "model.keras"
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -167,7 +170,8 @@ def check_skipped_step(folder: Path) -> None:
     learner = build_learner(configure(None, words.split()), task, SingleProcessCommunicator())
     x = np.random.default_rng(0).normal(size=(6, 12)).astype("float32")
     for step, wrong in enumerate((True, False)):
-        before, batch = learner.state(), {"x": x.copy(), "y": np.arange(6)}
+        before = learner.state()
+        batch = {"x": x.copy(), "y": np.arange(6)}
         batch["x"][2] = np.nan if wrong else 0
         hyper = Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6, step=step)
         assert learner.step([learner.to_device(batch)], hyper, 3)["nonfinite"] == wrong
@@ -191,7 +195,8 @@ def check_names(folder: Path) -> None:
 
 def penalized() -> Any:
     """With everything that layers of Keras add to a loss, and a constraint."""
-    penalty, make = keras.regularizers.L2(0.05), keras.layers
+    penalty = keras.regularizers.L2(0.05)
+    make = keras.layers
     hidden = make.Dense(3, "tanh", kernel_regularizer=penalty, bias_regularizer=keras.regularizers.L1(0.01), activity_regularizer=penalty)
     last = make.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.6), bias_constraint=keras.constraints.NonNeg())
     return keras.Sequential([make.Input((4,)), hidden, Penalty(), last])

@@ -69,9 +69,11 @@ def norms_are_those_of_the_whole_batch() -> str:
 def norms_leave_out_what_is_masked_and_take_ranks_without_rows() -> str:
     in_float64()
     made = np.random.default_rng(7)
-    x, mask = made.normal(size=(hvd.size(), 4, 6, 3)), made.random((hvd.size(), 4, 6)) < 0.6
+    x = made.normal(size=(hvd.size(), 4, 6, 3))
+    mask = made.random((hvd.size(), 4, 6)) < 0.6
     rows = [4] * (hvd.size() - 1) + [0]
-    found, expected = hvd.SyncBatchNormalization(name="masked"), keras.layers.BatchNormalization()
+    found = hvd.SyncBatchNormalization(name="masked")
+    expected = keras.layers.BatchNormalization()
     here = slice(None, rows[hvd.rank()])
     out = found(x[hvd.rank(), here], mask=keras.ops.convert_to_tensor(mask[hvd.rank(), here]), training=True)
     whole = [np.concatenate([part[:n] for part, n in zip(parts, rows, strict=True)]) for parts in (x, mask)]

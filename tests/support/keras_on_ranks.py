@@ -22,7 +22,9 @@ import hvdtrain.horovod.keras as hvd
 from hvdtrain.errors import UserError
 from hvdtrain.horovod import allreduce_async, grouped_allgather, synchronize
 
-ROWS, BATCHES = 6, 4  # of a rank: rows of a batch
+# of a rank: rows of a batch
+ROWS = 6
+BATCHES = 4
 BACKEND = keras.backend.backend()
 NEAR = 1e-12
 SGD = keras.optimizers.SGD
@@ -78,7 +80,8 @@ def are_equal_on_ranks(values: list[np.ndarray]) -> None:
 
 def is_as_alone(make: Callable[[], Any], alone: Callable[[], Any] | None = None, near: float = NEAR, **options: Any) -> str:
     """Asserts that ranks end with the same bits, those of one process to rounding; says how far they are."""
-    net, reference = model(), model()
+    net = model()
+    reference = model()
     fit(net, hvd.DistributedOptimizer(make(), **options))
     fit(reference, (alone or make)(), whole=True)
     assert far(weights(reference), weights(model())) > 0.01, "it did not train"
@@ -137,7 +140,8 @@ def passes_are_averaged() -> str:
 
 
 def fit_eagerly() -> str:
-    net, reference = model(), model()
+    net = model()
+    reference = model()
     for each, optimizer, rows in (net, hvd.DistributedOptimizer(SGD(0.05)), slice(hvd.rank(), hvd.rank() + 1)), (reference, SGD(0.05), ...):
         x, y = (part[:, rows] for part in batches())
         each.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
@@ -153,7 +157,8 @@ def a_loss_scale_leaves_out_a_step_on_all_ranks() -> str:
     x, y = (each[:2, hvd.rank()].copy() for each in batches())
     if hvd.rank() == hvd.size() - 1:
         x[0, 0, 0] = np.nan
-    net, reference = model(), model()
+    net = model()
+    reference = model()
     scaled = keras.optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=8.0)
     net.compile(optimizer=hvd.DistributedOptimizer(scaled), loss="mse")
     net.fit(x.reshape(-1, 5), y.reshape(-1, 1), batch_size=ROWS, shuffle=False, verbose=0)
@@ -183,7 +188,8 @@ def mixed_precision_gets_a_loss_scale() -> str:
 
 
 def metrics_are_averaged() -> str:
-    alone, together = model(), model()
+    alone = model()
+    together = model()
     own = fit(alone, SGD(0.0)).history["loss"]
     found = fit(together, SGD(0.0), callbacks=[hvd.callbacks.MetricAverageCallback()]).history["loss"]
     expected = hvd.allgather(np.array([own])).mean(0)
@@ -206,11 +212,15 @@ def warmup_changes_rate_and_momentum() -> str:
     net.compile(optimizer=hvd.DistributedOptimizer(SGD(0.01, momentum=0.9)), loss="mse")
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=2, verbose=0)
     history = net.fit(np.full((6, 1), 2.0), np.zeros((6, 1)), batch_size=2, epochs=3, verbose=0, callbacks=[warmup]).history
-    size, weight, velocity, before = hvd.size(), 1.0, 0.0, 0.01
+    size = hvd.size()
+    weight = 1.0
+    velocity = 0.0
+    before = 0.01
     rates = [0.01 / size * (1 + (step + 1) / 3 * (size - 1) / 2) if step < 6 else 0.01 for step in range(9)]
     for rate in rates:
         velocity = 0.9 * velocity * rate / before - rate * 8 * weight
-        weight, before = weight + velocity, rate
+        weight = weight + velocity
+        before = rate
     assert np.allclose(history["lr"], [rates[2], rates[5], rates[8]], rtol=1e-6), history["lr"]
     found = float(keras.ops.convert_to_numpy(net.layers[-1].weight))
     assert abs(found - weight) < 1e-6, (found, weight)  # Keras has rates in float32
@@ -229,7 +239,8 @@ class Rates(keras.callbacks.Callback):
 
 def schedules_have_the_rates_of_horovod() -> str:
     """By the formulas of 0.28.1, in each step: a number is the factor of an epoch since start_epoch, a function gets the epoch."""
-    schedule, steps = hvd.callbacks.LearningRateScheduleCallback, BATCHES
+    schedule = hvd.callbacks.LearningRateScheduleCallback
+    steps = BATCHES
     cases: tuple[tuple[dict[str, Any], Callable[[int], float]], ...] = (
         ({"multiplier": 0.1, "start_epoch": 1, "end_epoch": 4}, lambda step: 0.1 ** min(max(step // steps - 1, 0), 2)),
         (
@@ -266,7 +277,8 @@ def an_optimizer_is_made_from_its_config() -> str:
 
 
 def numpy_scalars_are_averaged() -> str:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for value in (np.mean([1.0, 2.0]), np.float32(3), np.int64(4)):
         found = hvd.allreduce(value + value.dtype.type(2 * rank), op=hvd.Sum)
         assert found.dtype == value.dtype and float(found) == size * float(value) + size * (size - 1)
@@ -306,7 +318,8 @@ def the_first_rank_begins() -> str:
 
 def the_first_rank_begins_where_weights_come_with_data() -> str:
     keras.utils.set_random_seed(10 + hvd.rank())
-    net, rows = keras.Sequential([Affine(7), Affine(1)]), [each[:, hvd.rank()].reshape(-1, each.shape[-1]) for each in batches()]
+    net = keras.Sequential([Affine(7), Affine(1)])
+    rows = [each[:, hvd.rank()].reshape(-1, each.shape[-1]) for each in batches()]
     net.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), loss="mse")
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     given = ((rows[0][at : at + ROWS], rows[1][at : at + ROWS]) for at in range(0, len(rows[0]), ROWS))
@@ -318,7 +331,8 @@ def the_first_rank_begins_where_weights_come_with_data() -> str:
 def a_saved_model_goes_on() -> str:
     path = Path(hvd.broadcast_object(tempfile.mkdtemp()), "model.keras")
     keras.saving.get_custom_objects()["Affine"] = Affine
-    straight, net = model(), model()
+    straight = model()
+    net = model()
     fit(straight, hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), epochs=4)
     fit(
         net,
@@ -339,7 +353,8 @@ def a_saved_model_goes_on() -> str:
 
 
 def calls_are_those_of_all_ranks() -> str:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for compiled in (False, True):
         call = in_graph if compiled else lambda work, *given: work(*given)
         x = keras.ops.convert_to_tensor(np.arange(4.0)[:, None] + 10 * rank)

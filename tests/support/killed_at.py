@@ -38,7 +38,10 @@ class Killer:
     """Kills this process before call `at` of checkpoint `write`, both counted from 1; 0 kills never. A write has its own thread."""
 
     def __init__(self, write: int, at: int) -> None:
-        self.write, self.at, self.writes, self.calls = write, at, 0, list[str]()
+        self.write = write
+        self.at = at
+        self.writes = 0
+        self.calls = list[str]()
         self.writer: threading.Thread | None = None
 
     def reach(self, call: str, path: Any) -> None:
@@ -46,7 +49,8 @@ class Killer:
         if thread.name != "checkpoint":
             return
         if thread is not self.writer:
-            self.writer, self.writes = thread, self.writes + 1
+            self.writer = thread
+            self.writes = self.writes + 1
         if self.writes == self.write:
             self.calls.append(f"{call} {RANDOM_PART.sub('', _path(path).name)}")
             if len(self.calls) == self.at:
@@ -80,7 +84,8 @@ class Torn(io.FileIO):
 
     def __init__(self, killer: Killer, handle: int, mode: str) -> None:
         super().__init__(handle, mode)
-        self._killer, self._handle = killer, handle
+        self._killer = killer
+        self._handle = handle
 
     def write(self, data: Any) -> int:
         self._killer.reach("write", self._handle)
@@ -128,7 +133,9 @@ def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> in
 def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
     """One trial for each call, `first` to `last`, of checkpoint `write` of a job that goes on from the run `begin`, if that is there."""
     top = Path(sys.argv[1])
-    folder, at, killed = top / f"trial-{begin.name}", first, True
+    folder = top / f"trial-{begin.name}"
+    at = first
+    killed = True
     while killed and at <= last:
         run = copy(begin, folder)
         killed = run_job(run, write, at) == -signal.SIGKILL

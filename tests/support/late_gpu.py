@@ -20,7 +20,8 @@ class LateStream:
     """A queue of work."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
+        self.name = name
+        self._log = log
         self._work: list[Callable[[], object]] = []
 
     def give(self, work: Callable[[], object]) -> None:
@@ -44,7 +45,8 @@ class LateEvent:
     device = HOST
 
     def __init__(self, stream: LateStream, place: int) -> None:
-        self.stream, self._place = stream, place
+        self.stream = stream
+        self._place = place
 
     def synchronize(self) -> None:
         for index, work in enumerate(self.stream._work[: self._place]):
@@ -73,7 +75,8 @@ class LateGpu(Cuda):
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        before, self._of_thread.stream = self.present(HOST), stream
+        before = self.present(HOST)
+        self._of_thread.stream = stream
         try:
             yield
         finally:

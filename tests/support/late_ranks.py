@@ -14,7 +14,8 @@ import hvdtrain.horovod as hvd
 def main(folder: str) -> None:
     """Writes what rank R has found to FOLDER/R.json: the errors, and a sum after another init()."""
     hvd.init()
-    rank, one = hvd.rank(), torch.ones(3)
+    rank = hvd.rank()
+    one = torch.ones(3)
     gave_up = Path(folder, "gave up")
     hvd.allreduce(one, name="before")
     while rank == 1 and not gave_up.exists():

@@ -23,7 +23,9 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 TASK = Classification((4, 4, 1), 3, np.array([0.0]), np.array([1.0]))
-SHARES, STEPS, LR = (5, 3), 4, 0.5
+SHARES = (5, 3)
+STEPS = 4
+LR = 0.5
 WIDTH = 6
 
 
@@ -32,7 +34,8 @@ class Blocks(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
-        self.inputs, self.outputs = nn.Linear(math.prod(shape), WIDTH), nn.Linear(WIDTH, classes)
+        self.inputs = nn.Linear(math.prod(shape), WIDTH)
+        self.outputs = nn.Linear(WIDTH, classes)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3))
 
     def choose(self, x: torch.Tensor) -> list[int]:
@@ -58,7 +61,8 @@ class Experts(Blocks):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
-        h, first = torch.tanh(self.inputs(x)), x[:, :1] > 0.5
+        h = torch.tanh(self.inputs(x))
+        first = x[:, :1] > 0.5
         for i, mine in enumerate((first, ~first)):
             if bool(mine.any()):
                 h = h + mine * self.call(i, h)
@@ -115,7 +119,8 @@ class ConvExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
-        h, first = x.new_zeros(len(x), WIDTH), x[:, :1] > 0.5
+        h = x.new_zeros(len(x), WIDTH)
+        first = x[:, :1] > 0.5
         for i, mine in enumerate((first, ~first)):
             if bool(mine.any()):
                 h = h + mine * self.experts[i](x)

@@ -21,7 +21,8 @@ def main(out: str) -> None:
     ranks = torchdist.connect(placement(os.environ))
     ranks.be_ready_to_shrink(gpu=False)
     first = ranks.rank
-    x, y = np.ones(9), np.ones(9)
+    x = np.ones(9)
+    y = np.ones(9)
     if first == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     if first == 2:

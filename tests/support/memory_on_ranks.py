@@ -36,7 +36,8 @@ def measured(
 
     With comm.local_from two steps are made in which the ranks reduce gradients, then two by themselves: the most of all but the first.
     """
-    live, largest = LiveStorages(), dict[str, int]()
+    live = LiveStorages()
+    largest = dict[str, int]()
     together = [True, True, False, False] if read_length(config.comm.local_from).amount else [False, False]
     with live:
         learner: Any = build_learner(config, task, communicator)
@@ -67,17 +68,23 @@ def by_kind(moved: Iterable[Moved]) -> dict[str, int]:
 
 def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
     """What each case takes and sends, and what was planned."""
-    found, moved = {}, list[Moved]()
+    found = {}
+    moved = list[Moved]()
     communicator = counted(communicator, moved)  # once: torch keeps the first one that it makes process groups of
     for case in cases:
         if ":" in case:
-            words, task, passes = case.partition(":")[2].split(), without_statistics((32, 32, 3), 10), 1
+            words = case.partition(":")[2].split()
+            task = without_statistics((32, 32, 3), 10)
+            passes = 1
             samples = int(case.partition(":")[0])
             words[0] = f"model.name={words[0]}"
             if words[0] == "model.name=gpt":
                 words, task = [*words, "task.name=language"], Language(Field("int64", (257,), 512))
         else:
-            stage, recompute, passes, samples = case.split()[0], case.split()[1], int(case.split()[2]), SAMPLES
+            stage = case.split()[0]
+            recompute = case.split()[1]
+            passes = int(case.split()[2])
+            samples = SAMPLES
             task = Language(Field("int64", (65,), 64))
             words = ["model.name=gpt", "model.layers=3", "model.width=64", f"shard.stage={stage}", f"model.recompute={recompute}"]
             words += [*case.split()[3:], "task.name=language", "optim.name=adamw", "optim.clip_norm=1", "comm.bucket_mb=0.2"]

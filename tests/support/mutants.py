@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("hvdtrain", "tests", "configs", "docs", "setup.cfg", "pyproject.toml", "README.md", "CHANGELOG.md")
 MARKS = "not slow and not faults and not cluster and not gpu and not clock"
 LIMIT_S = 600  # of one run of pytest: a change may also make ranks wait for ever
-PASSED, FAILED = 0, 1  # exit statuses of pytest; others are of a run that could not begin
+# exit statuses of pytest; others are of a run that could not begin
+PASSED = 0
+FAILED = 1
 
 
 class Mutant(NamedTuple):
@@ -311,10 +313,12 @@ def _run(command: Sequence[str], folder: Path) -> Verdict:
         command, cwd=folder, env=environment(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
-        output, status = process.communicate(timeout=LIMIT_S)[0], process.returncode
+        output = process.communicate(timeout=LIMIT_S)[0]
+        status = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
-        output, status = process.communicate()[0], None
+        output = process.communicate()[0]
+        status = None
     return Verdict(status, output, time.perf_counter() - began_s)
 
 

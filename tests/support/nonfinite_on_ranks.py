@@ -32,13 +32,15 @@ class Net(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], classes: int, bad_pass: int = 0) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(shape[2], 3, 3), nn.BatchNorm2d(3)
+        self.conv = nn.Conv2d(shape[2], 3, 3)
+        self.norm = nn.BatchNorm2d(3)
         self.fc = nn.Linear(3 * (shape[0] - 2) * (shape[1] - 2), classes)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("odd", torch.tensor(False))
         self.register_buffer("largest", torch.zeros(3))
         place = placement(os.environ)
-        self.passes, self.bad_pass = 0, bad_pass if place.rank == place.size - 1 else 0
+        self.passes = 0
+        self.bad_pass = bad_pass if place.rank == place.size - 1 else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.conv(x)).relu()
@@ -63,7 +65,8 @@ class AllKinds(nn.Module):
             for j, shape in enumerate(self.SHAPES):
                 self.register_buffer(f"b{i}_{j}", torch.full(shape, rank + i + j).to(dtype))
         self.register_buffer("strided", torch.arange(rank, rank + 6)[::2])
-        self.norm, self.other = nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.other = nn.BatchNorm1d(2, track_running_stats=False)
         self.norm.running_mean.copy_(torch.tensor([1.0, 2.0, 4.0]) * (rank + 1))
         self.norm.running_var.fill_(rank + 1)
         self.norm.num_batches_tracked.fill_(rank + 7)
@@ -116,7 +119,8 @@ def skipped(communicator: Communicator, words: str, passes: int = 1) -> dict[str
 
 def synchronized_buffers(communicator: Communicator) -> dict[str, Any]:
     """How many buffers are not what a formula in rank and size says."""
-    model, first = AllKinds(communicator.rank), AllKinds(0)
+    model = AllKinds(communicator.rank)
+    first = AllKinds(0)
     Buffers(model, torch.device("cpu")).sync_buffers(communicator)
     first.norm.running_mean.mul_((communicator.size + 1) / 2)
     first.norm.running_var.mul_((communicator.size + 1) / 2)

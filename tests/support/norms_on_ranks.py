@@ -79,7 +79,8 @@ def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Commun
         whole = (3 * torch.randn(total, *shape, dtype=dtype) - 1).requires_grad_()
         slope = torch.randn_like(whole)
         part = whole.detach()[mine].requires_grad_()
-        outputs, joined = model(part), plain(whole)
+        outputs = model(part)
+        joined = plain(whole)
         (outputs * slope[mine]).sum().backward()
         (joined * slope).sum().backward()
         found += [outputs, part.grad, *summed(communicator, [p.grad for p in model.parameters()]), *buffers(model)]
@@ -98,7 +99,8 @@ def far_from_zero(communicator: Communicator) -> float:
         + 1000
         + torch.arange(16 * communicator.size).div(16, rounding_mode="floor").view(-1, 1, 1, 1)
     )
-    model, plain = use_norm(nn.BatchNorm2d(2, momentum=1.0), "sync", 1, "averaged", communicator), nn.BatchNorm2d(2, momentum=1.0).double()
+    model = use_norm(nn.BatchNorm2d(2, momentum=1.0), "sync", 1, "averaged", communicator)
+    plain = nn.BatchNorm2d(2, momentum=1.0).double()
     mine = slice(16 * communicator.rank, 16 * communicator.rank + 16)
     return apart([model(whole[mine]).double(), *buffers(model)], [plain(whole.double())[mine], *buffers(plain)])
 
@@ -125,7 +127,8 @@ def sync_net(shares: str, dtype: torch.dtype, kind: str, communicator: Communica
     model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", communicator)
     named = list(model.named_parameters())
     total, mine = cut(communicator, SHARES[shares])
-    logits, joined = [], []
+    logits = []
+    joined = []
 
     def one_pass(batch: Sized, divisor: int, is_last: bool) -> Sums:
         x, y = images(total, dtype)
@@ -147,7 +150,8 @@ def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicato
     model = use_norm(small_net(dtype), "ghost", 32, "averaged", communicator)
     samples = 32 * per_rank
     total, mine = cut(communicator, lambda rank, size: samples)
-    found, expected = [], []
+    found = []
+    expected = []
     for _ in range(2):
         x, y = images(total, dtype)
         found.append(learn(model, x[mine], y[mine], total))

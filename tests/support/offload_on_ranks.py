@@ -15,7 +15,10 @@ from hvdtrain.training.build import build_learner
 from hvdtrain.training.replicas.compare import broadcast_state
 
 IMAGES = without_statistics((8, 8, 1), 10)
-STEPS, BAD, SAMPLES = 4, 1, 6  # in step BAD a sample of the last rank has infinite weight
+# in step BAD a sample of the last rank has infinite weight
+STEPS = 4
+BAD = 1
+SAMPLES = 6
 
 
 def by_case(communicator: Communicator, device: str, cases: list[str]) -> dict[str, Any]:
@@ -27,7 +30,8 @@ def _train(communicator: Communicator, words: list[str]) -> dict[str, Any]:
     config = configure(None, ["model.name=mlp", "model.widths=[24,16]", "optim.clip_norm=0.5", "guard.nonfinite=skip", *words])
     learner: Any = build_learner(config, IMAGES, communicator)
     broadcast_state(communicator, learner, None)
-    sums, scales = [], []
+    sums = []
+    scales = []
     for step in range(STEPS):
         hyper = Hyper(0.1, 0.9, 0.0, SAMPLES * communicator.size, step)
         of_rank = learner.step([learner.to_device(_batch(communicator, step))], hyper, step)

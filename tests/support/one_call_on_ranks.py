@@ -39,14 +39,17 @@ def farthest_weight(communicator: Any, stage: int) -> float:
     train(whole, communicator, 3, sizes)
     with _in_one_call(communicator):
         train(parts, communicator, 3, sizes)
-    expected, found = weights(whole.state()), weights(parts.state())
+    expected = weights(whole.state())
+    found = weights(parts.state())
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
     """By which calls of MPI float64 numbers are reduced to their owners and spread again; the relative error of the sums."""
     random = np.random.default_rng(0).standard_normal((communicator.size, numbers))
-    x, own, calls_of = random[communicator.rank].copy(), part_of(numbers, communicator.rank, communicator.size), communicator._calls
+    x = random[communicator.rank].copy()
+    own = part_of(numbers, communicator.rank, communicator.size)
+    calls_of = communicator._calls
     comm = calls_of._comm
     calls_of._comm = mock.Mock(wraps=comm)
     try:
@@ -63,7 +66,8 @@ def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
 
 def scattered(communicator: Any) -> tuple[int, str]:
     """How many reduce-scatters of torch.distributed give a rank its rows of the sums of five tensors; what is wrong with those rows."""
-    size, rank = communicator.size, communicator.rank
+    size = communicator.size
+    rank = communicator.rank
     shapes = [(2 * size, 3), (size + 1, 2), (size,), (1,), (3 * size, 1, 2)]
     wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in shapes]
     with (
@@ -83,7 +87,8 @@ def on_gpu(communicator: Any) -> bool:
     """Whether sums and gathers of 1, 6 and 70,001 rows in a GPU's memory are as worked out here, by NCCL."""
     right = []
     for rows in (1, 6, 70_001):
-        numbers, own = torch.arange(float(rows), device="cuda"), part_of(rows, communicator.rank, communicator.size)
+        numbers = torch.arange(float(rows), device="cuda")
+        own = part_of(rows, communicator.rank, communicator.size)
         with mock.patch.object(dist, "reduce", None):
             found = communicator.start_reduce_scatter(numbers * (communicator.rank + 1), f"{rows} reduced").wait()
         ranks = communicator.size * (communicator.size + 1) // 2
@@ -96,7 +101,8 @@ def on_gpu(communicator: Any) -> bool:
 
 @contextlib.contextmanager
 def _in_one_call(communicator: Any) -> Iterator[None]:
-    devices, communicator.in_one_call = communicator.in_one_call, ("cpu",)
+    devices = communicator.in_one_call
+    communicator.in_one_call = ("cpu",)
     raises = mock.Mock(side_effect=AssertionError("rank by rank"))
     try:
         with mock.patch.multiple(dist, reduce=raises, broadcast=raises, all_gather=raises):

@@ -140,7 +140,9 @@ class Balanced(Classification):
 
 class BalancedInTorch:
     def __init__(self, part: Any, classes: int) -> None:
-        self.part, self.classes, self.inputs = part, classes, part.inputs
+        self.part = part
+        self.classes = classes
+        self.inputs = part.inputs
 
     def each(self, outputs: Any, batch: dict[str, Any], training: bool) -> Each:
         import torch

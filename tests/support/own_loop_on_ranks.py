@@ -22,11 +22,15 @@ from killed_ranks import die_at, parse
 import hvdtrain as ht
 from hvdtrain.comm.placement import placement
 
-SAMPLES, BATCH, EPOCHS = 100, 7, 3  # uneven shares, and batches across the ends of epochs
+# uneven shares, and batches across the ends of epochs
+SAMPLES = 100
+BATCH = 7
+EPOCHS = 3
 
 
 def main(out: str, *words: str) -> int:
-    faults, arguments = {}, list(words)
+    faults = {}
+    arguments = list(words)
     while arguments and arguments[0] in ("--kill", "--signal"):
         faults[int(arguments[1]), int(arguments[2])] = {"--kill": signal.SIGKILL, "--signal": signal.SIGUSR2}[arguments[0]]
         arguments = arguments[3:]
@@ -39,7 +43,8 @@ def main(out: str, *words: str) -> int:
 
 def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> int:
     x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 3))
-    losses, notes = {}, []
+    losses = {}
+    notes = []
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double().to(ctx.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
@@ -73,7 +78,8 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
         if ctx.should_stop:
             break
     weights = {name: getattr(p, "full_tensor", lambda p=p: p)().tolist() for name, p in net.state_dict().items()}  # of shard.stage=3 whole
-    steps, code = ctx.step, ctx.close()
+    steps = ctx.step
+    code = ctx.close()
     if ctx.rank == 0:
         result = {
             "weights": weights,

@@ -14,7 +14,10 @@ from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
 
-SAMPLES, BATCH, STEPS = 50, 5, 12  # uneven shares, and batches across the ends of epochs
+# uneven shares, and batches across the ends of epochs
+SAMPLES = 50
+BATCH = 5
+STEPS = 12
 
 
 class Net(torch.nn.Module):
@@ -49,20 +52,24 @@ def main(out: str, *ways: str) -> None:
         Path(out).write_text(json.dumps(results))
 
 
-def trained(arguments: list[str]) -> dict[str, Any]:
+def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
     until = STEPS
     if arguments and arguments[0].startswith("until="):
-        until, arguments = int(arguments[0].removeprefix("until=")), arguments[1:]
+        until = int(arguments[0].removeprefix("until="))
+        arguments = arguments[1:]
     x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 6))
     y = np.random.default_rng(1).uniform(-1, 1, (SAMPLES, 4))
     compute: Any = torch.nn.functional.mse_loss
     if is_gpt := "gpt" in arguments:
         arguments.remove("gpt")
-        y, x, compute = np.arange(SAMPLES * 5).reshape(SAMPLES, 5) ** 2 % 7, (x[:, :5] * 3 + 3).astype(np.int64), next_tokens_loss
+        y = np.arange(SAMPLES * 5).reshape(SAMPLES, 5) ** 2 % 7
+        x = (x[:, :5] * 3 + 3).astype(np.int64)
+        compute = next_tokens_loss
     data = {"x": x, "y": y}
     if is_counted := "counted" in arguments:
         arguments.remove("counted")
-        data, compute = counted_data(), mean_of_counted
+        data = counted_data()
+        compute = mean_of_counted
     ctx = ht.init("log.every_steps=4", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
     net = (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net()).double().to(ctx.device)
@@ -90,7 +97,8 @@ def trained(arguments: list[str]) -> dict[str, Any]:
         losses.append(ctx.mean({"loss": loss})["loss"])
         if has_folder:
             ctx.checkpoint(model, optimizer, scheduler=scheduler)
-    total, items = 0.0, 0.0
+    total = 0.0
+    items = 0.0
     model.eval()
     with torch.no_grad():
         for batch in ctx.each(data, batch=9):
@@ -109,7 +117,8 @@ def trained(arguments: list[str]) -> dict[str, Any]:
 def counted_data() -> dict[str, np.ndarray]:
     """Half of the targets count, and none of every other sample."""
     rng = np.random.default_rng(0)
-    x, y = rng.uniform(-1, 1, (SAMPLES, 6)), rng.uniform(-1, 1, (SAMPLES, 4))
+    x = rng.uniform(-1, 1, (SAMPLES, 6))
+    y = rng.uniform(-1, 1, (SAMPLES, 4))
     counts = rng.integers(0, 2, (SAMPLES, 4)).astype(np.float64)
     counts[rng.permutation(SAMPLES)[: SAMPLES // 2]] = 0
     return {"x": x, "y": y, "counts": counts}
@@ -148,9 +157,11 @@ def local_steps(_: str) -> None:
     model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
     model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    w, momentum = np.full(3, 0.5), np.zeros(3)
+    w = np.full(3, 0.5)
+    momentum = np.zeros(3)
     for batch in ctx.samples({"x": x, "y": x.sum(1)}, batch=4, epochs=1, seed=1):
-        of_rank, y = batch["x"].numpy(), batch["y"].numpy()
+        of_rank = batch["x"].numpy()
+        y = batch["y"].numpy()
         ctx.backward(torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"]))
         optimizer.step()
         momentum = 0.9 * momentum + 2 * of_rank.T @ (of_rank @ w - y) / len(y)

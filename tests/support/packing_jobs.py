@@ -16,7 +16,9 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.data.packed import first_fit
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
 
-ROW, BATCH = 32, 7  # of 19 rows: 3, 2 and 2 on three ranks
+# of 19 rows: 3, 2 and 2 on three ranks
+ROW = 32
+BATCH = 7
 PACK = f"data.pack={ROW}"
 
 

@@ -160,7 +160,8 @@ def _run(page: Path, folder: Path) -> None:
 
 
 def _run_block(block: Block, page: Path, main: types.ModuleType) -> Result:
-    start, error = time.monotonic(), ""
+    start = time.monotonic()
+    error = ""
     with _captured() as printed:
         if block.language == "sh":
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", _MPIRUN + block.text], stderr=subprocess.PIPE, text=True, check=False)

@@ -75,7 +75,8 @@ def all_pairs(more: str = "") -> list[Pair]:
 
 
 def _contradict(one: str, other: str) -> bool:
-    a, b = assigned(one), assigned(other)
+    a = assigned(one)
+    b = assigned(other)
     return any(a[key] != b[key] for key in a.keys() & b.keys())
 
 

@@ -69,7 +69,8 @@ class Unsummed:
     """
 
     def __init__(self, communicator: object, names: tuple[str, str] = ("tensor.", ".backward")) -> None:
-        self._communicator, self._names = communicator, names
+        self._communicator = communicator
+        self._names = names
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._communicator, name)
@@ -88,7 +89,8 @@ class OwnWeights(torch.nn.Module):
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
-        self.hidden, self.last = torch.nn.Linear(math.prod(shape), 70), torch.nn.Linear(70, classes)
+        self.hidden = torch.nn.Linear(math.prod(shape), 70)
+        self.last = torch.nn.Linear(70, classes)
         with torch.no_grad():
             self.hidden.weight.copy_(torch.randn(70, math.prod(shape), generator=torch.Generator().manual_seed(rank)) / 8)
 

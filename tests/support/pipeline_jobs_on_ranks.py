@@ -71,7 +71,8 @@ def overflow(communicator: Communicator) -> list[list[dict[str, Any]]]:
     """What each of three steps in fp16 did on each rank; in the second one a number of a gradient of the last stage is infinite."""
     words = "speed.precision=fp16 guard.nonfinite=stop model.name=mlp model.widths=[8,8] parallel.pipeline=2"
     learner: Any = nonfinite_on_ranks.learner(communicator, *words.split())
-    passes, micro = 0, [nonfinite_on_ranks.batch(7, seed) for seed in range(4)]
+    passes = 0
+    micro = [nonfinite_on_ranks.batch(7, seed) for seed in range(4)]
 
     def make_infinite(gradient: torch.Tensor) -> torch.Tensor:
         nonlocal passes

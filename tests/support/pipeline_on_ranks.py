@@ -23,7 +23,9 @@ from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import stages_of, tied_parameters, units_of
 
-STEPS, CONTEXT, TOKENS = 3, 5, 11
+STEPS = 3
+CONTEXT = 5
+TOKENS = 11
 CPU = torch.device("cpu")
 SHARES = (  # of each data-parallel rank, the samples of its micro-batches
     ((2, 2, 2, 2), (3, 1, 0, 2)),
@@ -86,16 +88,19 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
 def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = "") -> float:
     """On this rank."""
     count = pipe.size * case.virtual
-    whole, model = model_of(case.model, count), model_of(case.model, count)
+    whole = model_of(case.model, count)
+    model = model_of(case.model, count)
     stages = stages_of(model, balanced_cuts([1.0] * len(units_of(model, "test")), count), "test")
     own = {number: stage for number, stage in enumerate(stages) if number % pipe.size == pipe.rank}
     parameters = {id(p): p for stage in own.values() for p in stage.parameters()}.values()
     names = {id(p): name for name, p in model.named_parameters()}
     communicator: Any = Doubled(pipe) if fault == "doubled" else pipe
-    pipeline, tied = Pipeline(own, communicator, case.schedule, CPU, "test"), tied_parameters(model, stages)
+    pipeline = Pipeline(own, communicator, case.schedule, CPU, "test")
+    tied = tied_parameters(model, stages)
     assert bool(tied) == (case.model == "tied gpt")
     shares = [case.shares[rank % 2] for rank in range(data.size)]
-    mine, total = shares[data.rank], max(1, sum(map(sum, shares)))
+    mine = shares[data.rank]
+    total = max(1, sum(map(sum, shares)))
     found = 0.0
     for step in range(STEPS):
         batches = [
@@ -142,14 +147,16 @@ def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = 
 def torchs_own(pipe: Communicator, schedule: Any) -> float:
     """A schedule of torch.distributed.pipelining over the process group of a communicator, with its own exchange of shapes."""
     start_process_group(pipe)
-    whole, model = model_of("gpt", pipe.size), model_of("gpt", pipe.size)
+    whole = model_of("gpt", pipe.size)
+    model = model_of("gpt", pipe.size)
     x, y = batch_of("gpt", 8, 1)
     loss_of(whole(x), y).backward()
     cuts = balanced_cuts([1.0] * len(units_of(model, "test")), pipe.size)
     stage = stages_of(model, cuts, "test")[pipe.rank]
     runner = schedule(PipelineStage(stage, pipe.rank, pipe.size, torch.device("cpu")), 4, loss_fn=loss_of, scale_grads=False)
     runner.step(*([x] if pipe.rank == 0 else []), **({"target": y} if pipe.rank == pipe.size - 1 else {}))
-    theirs, names = dict(whole.named_parameters()), {id(p): name for name, p in model.named_parameters()}
+    theirs = dict(whole.named_parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
     return max(gap(p.grad, theirs[names[id(p)]].grad) for p in stage.parameters())
 
 
@@ -194,7 +201,8 @@ def bubble_of_a_job(pipe: Communicator, schedule: Schedule, virtual: int, micro:
 
 def apart_by_case(communicator: Communicator, engine: str, size: int) -> dict[str, Any]:
     """The largest difference from the whole model, of pipelines of `size` ranks; and the share of time that stages wait."""
-    pipe, data = communicator.split(communicator.rank // size), communicator.split(communicator.rank % size)
+    pipe = communicator.split(communicator.rank // size)
+    data = communicator.split(communicator.rank % size)
     assert pipe is not None and data is not None
     found: dict[str, Any] = {}
     for case in cases():

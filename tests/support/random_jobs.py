@@ -80,7 +80,8 @@ class Part(NamedTuple):
         command = f"{launcher}hvdtrain {shlex.join([*self.words, f'run={self.run.name}'])}"
         if self.from_run is None:
             return command
-        name, to = files.name_of(self.job.steps), f"{self.run.name}/checkpoints"
+        name = files.name_of(self.job.steps)
+        to = f"{self.run.name}/checkpoints"
         return f"mkdir -p {to}; cp -r {self.from_run.name}/checkpoints/{name} {to}; {command}"
 
     def prepare(self) -> None:
@@ -99,7 +100,8 @@ def train(communicator: Communicator, run: str, words: list[str]) -> dict[str, A
         check_names(config)
         datasets = open_datasets(config, communicator)
         config = with_class_names(config, datasets.train)
-        heartbeat, signals = Heartbeat(), Signals(communicator.rank)
+        heartbeat = Heartbeat()
+        signals = Signals(communicator.rank)
         with contextlib.redirect_stdout(io.StringIO()), RunLock(heartbeat, signals) as lock:
             return {"code": train_job(config, datasets, communicator, "for the test", signals, heartbeat, lock).code, "text": ""}
     except UserError as error:
@@ -117,7 +119,8 @@ def run_part(part: Part, limit_s: float) -> Verdict | None:
         found = on_ranks(place.engine, place.ranks, "random_jobs:train", str(part.run), part.words, limit_s=limit_s)
     except AssertionError as error:
         return _by_command(part, limit_s, str(error))
-    code, text = found[0]["code"], found[0]["text"]
+    code = found[0]["code"]
+    text = found[0]["text"]
     return None if code == DONE else judged(code, text) or _by_command(part, limit_s, text)
 
 
@@ -180,10 +183,12 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
 
 def _apart(a: Any, b: Any) -> float:
     """Relative to the largest number; infinite where one is not finite and the other is."""
-    a, b = np.asarray(a, float), np.asarray(b, float)
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return float("inf")
-    a, b = a[np.isfinite(a)], b[np.isfinite(b)]
+    a = a[np.isfinite(a)]
+    b = b[np.isfinite(b)]
     return 0.0 if np.array_equal(a, b) else float(np.abs(a - b).max() / (np.abs(a).max() or 1.0))
 
 
@@ -199,7 +204,8 @@ def run_jobs(seeds: Sequence[int], limits: Limits, folder: Path, limit_s: float)
     for which in range(3):
         todo = [parts[job.seed][which] for job in jobs if job.seed not in over and len(parts[job.seed]) > which]
         for part in sorted(todo, key=lambda part: part.place[:2]):
-            job, of_job = part.job, parts[part.job.seed]
+            job = part.job
+            of_job = parts[part.job.seed]
             instead = run_part(part, limit_s)
             if instead or part is of_job[-1]:
                 over.add(job.seed)
@@ -210,7 +216,8 @@ def run_jobs(seeds: Sequence[int], limits: Limits, folder: Path, limit_s: float)
 
 def compared(parts: list[Part]) -> Verdict:
     """Of the part that is furthest from one process."""
-    one, rounding = left_of(parts[0].run), _rounding_of(parts[0].job)
+    one = left_of(parts[0].run)
+    rounding = _rounding_of(parts[0].job)
     verdicts = [compare(one, left_of(part.run), part.job.steps if part.from_run else 0, rounding) for part in parts[1:]]
     return max(verdicts, key=lambda verdict: (verdict.kind == "failed", verdict.apart))
 
@@ -245,7 +252,10 @@ def main() -> int:
     if mpirun_path() is None:
         parser.error("no mpirun on the path")
     limits = Limits(args.engines, args.sizes, args.frameworks)
-    counts, reasons, worst, began = collections.Counter[str](), collections.Counter[str](), 0.0, time.monotonic()
+    counts = collections.Counter[str]()
+    reasons = collections.Counter[str]()
+    worst = 0.0
+    began = time.monotonic()
     failing: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         seeds = iter(range(args.seed, args.seed + args.jobs))

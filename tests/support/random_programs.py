@@ -49,7 +49,8 @@ def steps_of(dice: random.Random, sets: list[list[int]], named: bool, number: in
 
 
 def begin(step: Step, process_set: Any, rank: int, in_place: bool) -> int:
-    x, keywords = given(step.shape, rank, step.dtype), {"name": step.name, "process_set": process_set}
+    x = given(step.shape, rank, step.dtype)
+    keywords = {"name": step.name, "process_set": process_set}
     match step.kind:
         case "allreduce":
             return (hvd.allreduce_async_ if in_place else hvd.allreduce_async)(x, op=getattr(hvd, step.op), **keywords)
@@ -87,7 +88,9 @@ def expected(step: Step, ranks: list[int], rank: int) -> np.ndarray:
 
 def run(seed: int, sets: list[Any]) -> None:
     """Named requests are begun and waited for in an order of each rank's own; unnamed ones in that of the program."""
-    common, own, rank = random.Random(seed), random.Random(seed * 1000 + hvd.rank()), hvd.rank()
+    common = random.Random(seed)
+    own = random.Random(seed * 1000 + hvd.rank())
+    rank = hvd.rank()
     all_ranks = [process_set.ranks for process_set in sets]
     for number in range(common.randint(1, 4)):
         named = common.random() < 0.7
@@ -106,7 +109,9 @@ def run(seed: int, sets: list[Any]) -> None:
 
 
 def main() -> None:
-    first, programs, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    first = int(sys.argv[1])
+    programs = int(sys.argv[2])
+    out = Path(sys.argv[3])
     torch.set_num_threads(1)
     hvd.init()
     size = hvd.size()

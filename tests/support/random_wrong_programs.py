@@ -30,7 +30,9 @@ class End(NamedTuple):
 
 
 def with_fault(steps: list[Step], place: int, fault: str) -> list[Step]:
-    step, before, after = steps[place], steps[:place], steps[place + 1 :]
+    step = steps[place]
+    before = steps[:place]
+    after = steps[place + 1 :]
     match fault:
         case "a missing call":
             return [*before, *after]
@@ -60,16 +62,21 @@ def wrong_with(ends: list[End], step: Step, culprit: int) -> str:
 
 
 def main() -> None:
-    first, programs, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    first = int(sys.argv[1])
+    programs = int(sys.argv[2])
+    out = Path(sys.argv[3])
     torch.set_num_threads(1)
     hvd.init()
-    failures, slowest_s = dict[str, str](), 0.0
+    failures = dict[str, str]()
+    slowest_s = 0.0
     for seed in range(first, first + programs):
         dice = random.Random(seed)
         planned = steps_of(dice, [list(range(hvd.size()))], True, seed)
         planned += [Step("allreduce", "float32", (3,), "Sum", 0, 0, f"step {seed}.last")]
         steps = [step._replace(name=f"{step.name} of {seed}") for step in planned]
-        culprit, place, fault = dice.randrange(hvd.size()), dice.randrange(len(steps) - 1), FAULTS[seed % len(FAULTS)]
+        culprit = dice.randrange(hvd.size())
+        place = dice.randrange(len(steps) - 1)
+        fault = FAULTS[seed % len(FAULTS)]
         ends = [
             End(*end) for end in hvd.allgather_object(tuple(end_of(with_fault(steps, place, fault) if hvd.rank() == culprit else steps)))
         ]

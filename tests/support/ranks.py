@@ -128,7 +128,9 @@ class Job:
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         # A killed mpirun does not remove the folder of its session; another mpirun with the same process number would fail to start there.
         self._sessions = tempfile.mkdtemp(prefix="hvd")
-        self._start, self._limit_s, self._seen = time.monotonic(), timeout_s + 10, set[int]()
+        self._start = time.monotonic()
+        self._limit_s = timeout_s + 10
+        self._seen = set[int]()
         self._process = subprocess.Popen(
             command,
             stdout=self._stdout,

@@ -21,7 +21,9 @@ def note(fields: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    seconds, of_core, starts = Counter[str](), Counter[str](), [row["ranks"] for row in rows if "ranks" in row]
+    seconds = Counter[str]()
+    of_core = Counter[str]()
+    starts = [row["ranks"] for row in rows if "ranks" in row]
     for row in rows:
         seconds[row["test"]] += row.get("seconds", 0.0)
         of_core[row["test"]] += row.get("cpu_s", 0.0)

@@ -93,7 +93,10 @@ class RecordingSource:
     """A source that remembers what was read of it; while it reads after `step` steps, this rank receives a signal."""
 
     def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
-        self._source, self._heartbeat, self._signals, self._step = source, heartbeat, signals, step
+        self._source = source
+        self._heartbeat = heartbeat
+        self._signals = signals
+        self._step = step
         self.rows: list[int] = []
         self.first_s = 0.0
 
@@ -134,7 +137,9 @@ def do(work: Work, communicator: Communicator) -> Outcome:
     config = configured(work.words)
     config = config.replace(run=work.run)
     train, val, task, _ = open_datasets(config)
-    heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
+    heartbeat = Heartbeat()
+    signals = Signals(communicator.rank)
+    stop = work.stop
     at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}
     watched = RecordingSource(train, heartbeat, signals, at.get("train", -1))
     datasets = Datasets(watched, RecordingSource(val, heartbeat, signals, at.get("val", -1)), task)

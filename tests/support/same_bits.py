@@ -199,7 +199,8 @@ def compare(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
     print("| job | weights before | weights after | rows before, after | |\n|---|---|---|---|---|")
     nothing: dict[str, Any] = {"weights": "-", "losses": []}
     for name in dict.fromkeys([*before, *after]):
-        a, b = before.get(name, nothing), after.get(name, nothing)
+        a = before.get(name, nothing)
+        b = after.get(name, nothing)
         rows = [*zip_longest(a["losses"], b["losses"])]
         result = "same" if a == b else next((f"DIFFER: {row} -> {other}" for row, other in rows if row != other), "WEIGHTS DIFFER")
         print(f"| {name} | {a['weights'][:12]} | {b['weights'][:12]} | {len(a['losses'])}, {len(b['losses'])} | {result} |")

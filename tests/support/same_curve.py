@@ -8,7 +8,8 @@ import pytest
 
 def check_same(name: str, job: dict, one: dict) -> None:
     """Fails where what invariance.losses() gave for `job` differs from `one` by more than rounding, or the job learned nothing."""
-    losses, expected = np.array(job["losses"]), np.array(one["losses"])
+    losses = np.array(job["losses"])
+    expected = np.array(one["losses"])
     assert len(losses) >= 4 and losses[-1] != losses[0], name
     assert np.abs(losses - expected).max() < 1e-12 * expected.max(), name
     assert job["evaluations"] == pytest.approx(one["evaluations"], rel=1e-12), name

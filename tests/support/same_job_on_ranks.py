@@ -34,7 +34,8 @@ def source(change: Callable[[np.ndarray, np.ndarray], None] | None) -> ArraySour
 
 
 def datasets(change: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Datasets:
-    train, val = source(change), source(None)
+    train = source(change)
+    val = source(None)
     return Datasets(train, val, build_task(source(None), val, Config()))  # mean and deviation do not show the change
 
 

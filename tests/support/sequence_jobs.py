@@ -16,7 +16,11 @@ import hvdtrain
 from hvdtrain.comm.placement import placement
 from hvdtrain.data.sampler import positions_of_rank
 
-SAMPLES, VOCABULARY, BATCH, RATE, STEPS = 50, 11, 12, 0.3, 9
+SAMPLES = 50
+VOCABULARY = 11
+BATCH = 12
+RATE = 0.3
+STEPS = 9
 JOB = [
     "optim.name=sgd",
     "optim.momentum=0",
@@ -35,7 +39,8 @@ class NextToken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY + 1, 6), nn.Linear(6, VOCABULARY + 1)
+        self.embedding = nn.Embedding(VOCABULARY + 1, 6)
+        self.head = nn.Linear(6, VOCABULARY + 1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         sums = self.embedding(tokens).cumsum(1)
@@ -47,7 +52,8 @@ class OfRows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.row, self.out = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.row = nn.Linear(3, 5)
+        self.out = nn.Linear(5, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.row(x).tanh().cumsum(1) / 15)[..., 0]
@@ -58,7 +64,9 @@ class OfSentence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.query, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.query = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)  # (n, T, 6)

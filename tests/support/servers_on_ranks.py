@@ -60,7 +60,8 @@ class Slow(torch.nn.Module):
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         is_last = os.environ.get("OMPI_COMM_WORLD_RANK") == str(int(os.environ.get("OMPI_COMM_WORLD_SIZE", "0")) - 1)
-        self.seconds, self.last = 0.04 if is_last else 0.002, torch.nn.Linear(math.prod(shape), classes)
+        self.seconds = 0.04 if is_last else 0.002
+        self.last = torch.nn.Linear(math.prod(shape), classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -76,14 +77,16 @@ def staleness(words: str, communicator: Communicator) -> dict[str, Any]:
     broadcast_state(communicator, learner, None)
     ages: Counter[str] = Counter()
     workers: Counter[str] = Counter()
-    count, now = 0.0, begin(config, datasets)
+    count = 0.0
+    now = begin(config, datasets)
 
     def record(event: Event) -> None:
         for worker, of_worker in event.fields.get("staleness", {}).items():
             ages.update(of_worker)
             workers[worker] += sum(of_worker.values())
 
-    heartbeat, log = Heartbeat(), Log([record])
+    heartbeat = Heartbeat()
+    log = Log([record])
     job = make_job(config, datasets, communicator, learner, signals=Signals(0), heartbeat=heartbeat, log=log, start=now, run=None)
     while now.progress.step < config.stop.steps:
         now = train_to_sync_point(job, now)

@@ -81,7 +81,8 @@ class OwnWeights(torch.nn.Module):
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
-        self.hidden, self.last = torch.nn.Linear(math.prod(shape), 70), torch.nn.Linear(70, classes)
+        self.hidden = torch.nn.Linear(math.prod(shape), 70)
+        self.last = torch.nn.Linear(70, classes)
         with torch.no_grad():
             self.hidden.weight.copy_(torch.randn(70, math.prod(shape), generator=torch.Generator().manual_seed(rank)) / 8)
         self.register_buffer("shift", torch.full((70,), rank + 1.0))
@@ -118,7 +119,9 @@ def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, s
     learner.load(
         {piece.name: np.cos(np.arange(math.prod(piece.shape)) + i).reshape(piece.shape) for i, piece in enumerate(learner.pieces())}
     )
-    now, hosts, name = TrainState(Progress(10, 100, 3, 24)), [""] * communicator.size, files.unfinished_name(3, "0123456789abcdef")
+    now = TrainState(Progress(10, 100, 3, 24))
+    hosts = [""] * communicator.size
+    name = files.unfinished_name(3, "0123456789abcdef")
     arrays: Arrays | WrittenByAll = learner.state()
     if learner.is_sharded:
         parts = Parts(list(learner.pieces()), files.ARRAYS, files.file_of, communicator.rank, several_hosts=True)
@@ -137,7 +140,8 @@ def altered(communicator: Communicator, stage: str) -> str:
     """The error where the last rank's part of the optimizer state is not that of its copy on the other host."""
     words = f"{MLP} shard.stage={stage} shard.group=node optim.name=sgd optim.momentum=0.9"
     learner: Any = build_learner(configure(None, words.split()), without_statistics((8, 8, 1), 10), communicator)
-    hyper, batch = Hyper(0.1, 0.9, 0.0, 8, 0), {"x": np.zeros((2, 8, 8, 1), np.uint8), "y": np.zeros(2, np.int64)}
+    hyper = Hyper(0.1, 0.9, 0.0, 8, 0)
+    batch = {"x": np.zeros((2, 8, 8, 1), np.uint8), "y": np.zeros(2, np.int64)}
     learner.step([learner.to_device(batch)], hyper, 0)
     learner.sync_buffers(communicator)
     hosts = [f"n{1 + rank // (communicator.size // 2)}" for rank in range(communicator.size)]
@@ -158,7 +162,8 @@ def sleeping(engine: str) -> None:
 
     def train(rank: Rank) -> None:
         def sleep(learner: Any) -> None:
-            rank.heartbeat.limit, rank.heartbeat.under_way = "stall_s", learner.under_way
+            rank.heartbeat.limit = "stall_s"
+            rank.heartbeat.under_way = learner.under_way
             if rank.communicator.rank:
                 learner.model.blocks[1][1].register_forward_hook(lambda *_: time.sleep(3600))
 

@@ -83,7 +83,8 @@ class StandIn(PlannedCommunicator):
 
     def __init__(self, size: int, phases: Phases) -> None:
         super().__init__(size, frozenset({"several_ranks"}))
-        self.local_size, self._phases = min(size, RANKS_OF_HOST), phases
+        self.local_size = min(size, RANKS_OF_HOST)
+        self._phases = phases
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         self._phases.receive(x.nbytes)
@@ -157,7 +158,8 @@ def check_of(size: int, run: Path) -> tuple[Counts, Report]:
     """Of `hvdtrain check`, as rank 0 of `size`."""
     phases = Phases()
     communicator = StandInOfCheck(size, phases)
-    place, limit = Placement(0, size, 0, min(size, RANKS_OF_HOST), "a stand-in"), TimeLimit(0, 600)
+    place = Placement(0, size, 0, min(size, RANKS_OF_HOST), "a stand-in")
+    limit = TimeLimit(0, 600)
     phases.beat("check", 0, 0)
     config = resolve_batch_size(configure(None, [*WORDS, f"run={run}"]), size)
     rank = RankInspection(connected_facts(place, communicator))
@@ -174,7 +176,9 @@ class OtherWriters(threading.Thread):
 
     def __init__(self, parts: Parts, size: int, folder: Path) -> None:
         super().__init__()
-        self._parts, self._size, self._folder = parts, size, folder
+        self._parts = parts
+        self._size = size
+        self._folder = folder
         self.reported_bytes = 0
 
     def run(self) -> None:

@@ -27,7 +27,8 @@ def samples() -> dict[str, np.ndarray]:
 def write(folder: Path, name: str) -> None:
     """The samples as `data.name=name` reads them."""
     found = samples()
-    x, y = found["x"], found["y"]
+    x = found["x"]
+    y = found["y"]
     if name == "npz":
         np.savez(folder / "data.npz", x=x, y=y)
     elif name == "hdf5":

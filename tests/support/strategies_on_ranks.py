@@ -46,15 +46,14 @@ def train(one: Learner, communicator: Communicator, steps: int, sizes: list[int]
 def local(communicator: Communicator) -> dict[str, Any]:
     """comm.local_steps=3: twice three steps by each rank alone on its own samples, then the mean; then two steps and a sync point."""
     sizes = [5 + 3 * rank for rank in range(communicator.size)]
-    one, alone = (
-        learner(communicator, "comm.local_steps=3", "log.every_steps=3", "speed.precision=fp64"),
-        learner(SingleProcessCommunicator(), "speed.precision=fp64"),
-    )
+    one = learner(communicator, "comm.local_steps=3", "log.every_steps=3", "speed.precision=fp64")
+    alone = learner(SingleProcessCommunicator(), "speed.precision=fp64")
     found: dict[str, Any] = {"model": one.describe()}
     alone.load(one.state())
     for block, steps in enumerate((3, 3, 2)):
         for step in range(steps):
-            samples, at = batch(sizes[communicator.rank], 100 * communicator.rank + 10 * block + step), 3 * block + step
+            samples = batch(sizes[communicator.rank], 100 * communicator.rank + 10 * block + step)
+            at = 3 * block + step
             one.step([one.to_device(samples)], hyper(sum(sizes), at), at)
             alone.step([alone.to_device(samples)], hyper(sizes[communicator.rank], at), at)
             found["apart"] = communicator.allgather_object(digest(one.state()))
@@ -98,7 +97,8 @@ def post_local(communicator: Communicator) -> dict[str, Any]:
 
 def compression(communicator: Communicator, kind: str) -> dict[str, Any]:
     """One step's change against that of the same step without compression; and the digest of each rank."""
-    sizes, moves = [6 + rank for rank in range(communicator.size)], []
+    sizes = [6 + rank for rank in range(communicator.size)]
+    moves = []
     for words in (["comm.reduce=bucket"], [f"comm.compression={kind}"]):
         one = learner(communicator, *words)
         before = weights(one.state())
@@ -130,7 +130,8 @@ def adasum(communicator: Communicator) -> dict[str, Any]:
 
 def tuned(communicator: Communicator) -> dict[str, Any]:
     large = "model.widths=[900,900]"  # 3.4 MB in tensors of 0.1 and 3.2 MB: three ways to cut them
-    one, plain = learner(communicator, large, "comm.tune=true", "comm.reduce=bucket"), learner(communicator, large, "comm.reduce=bucket")
+    one = learner(communicator, large, "comm.tune=true", "comm.reduce=bucket")
+    plain = learner(communicator, large, "comm.reduce=bucket")
     for each in (one, plain):
         train(each, communicator, 3, [6] * communicator.size)
     gap = float(np.abs(weights(one.state()) - weights(plain.state())).max())

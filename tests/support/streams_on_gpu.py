@@ -14,7 +14,8 @@ CYCLES = 100_000_000  # about 50 ms, in which what is reduced is not there
 def main() -> None:
     hvd.init()
     torch.cuda.set_device(0)
-    asks, waits = torch.cuda.Stream(), torch.cuda.Stream()
+    asks = torch.cuda.Stream()
+    waits = torch.cuda.Stream()
     total = hvd.size() * (hvd.size() + 1) // 2
     for length in (2000, 1_000_000):  # fused in a buffer; alone, where the tensor is
         for _ in range(3):

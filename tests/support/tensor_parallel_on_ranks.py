@@ -25,7 +25,9 @@ from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
 from hvdtrain.tasks.torch import TorchLanguage
 
-VOCABULARY, CONTEXT, PADDING = 20, 7, 3
+VOCABULARY = 20
+CONTEXT = 7
+PADDING = 3
 Found = dict[str, float]
 FAULTS = ("fc1.backward", "attention.inputs.backward", "head.backward", "fc2.forward", "tokens.forward")
 
@@ -37,7 +39,8 @@ class Forgetful:
     """A communicator that leaves out the sums over ranks whose names end so."""
 
     def __init__(self, communicator: Communicator, ending: str) -> None:
-        self._communicator, self._ending = communicator, ending
+        self._communicator = communicator
+        self._ending = ending
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
@@ -109,8 +112,10 @@ def language(
     for number in range(2):
         torch.manual_seed(10 + number)
         batch = {"tokens": torch.randint(VOCABULARY, (3, CONTEXT + 1), dtype=torch.uint8)}
-        outputs, expected = model(part.inputs(batch)), whole(part.inputs(batch))
-        mine, theirs = part.each(outputs, batch, training=True), part.each(expected, batch, training=True)
+        outputs = model(part.inputs(batch))
+        expected = whole(part.inputs(batch))
+        mine = part.each(outputs, batch, training=True)
+        theirs = part.each(expected, batch, training=True)
         weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
         (mine.loss * weights).sum().backward()
         (theirs.loss * weights).sum().backward()
@@ -136,10 +141,13 @@ def perceptron(widths: tuple[int, ...], communicator: Communicator) -> Found:
     whole = mlp.build("mlp", (4, 3, 1), 5, widths=widths).double()
     model = copy.deepcopy(whole)
     cuts = cut_model(model, plan_of(model, "tests"), communicator)
-    x, y = torch.randn(6, 1, 4, 3, dtype=torch.float64, requires_grad=True), torch.randint(5, (6,))
-    logits, expected = model(x), whole(x)
+    x = torch.randn(6, 1, 4, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randint(5, (6,))
+    logits = model(x)
+    expected = whole(x)
     functional.cross_entropy(logits, y).backward()
-    grad, x.grad = x.grad, None
+    grad = x.grad
+    x.grad = None
     functional.cross_entropy(expected, y).backward()
     assert grad is not None and x.grad is not None
     return {"logits": apart(logits, expected), "x": apart(grad, x.grad), **gradients(model, whole, cuts, communicator)}
@@ -152,7 +160,8 @@ def half_numbers(communicator: Communicator, sequence: bool = False) -> Found:
     cut_model(model, plan_of(model, "tests"), communicator, sequence=sequence)
     tokens = torch.randint(VOCABULARY, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
-        found, expected = model(tokens), whole(tokens)
+        found = model(tokens)
+        expected = whole(tokens)
     assert found.local.dtype == expected.dtype == torch.bfloat16
     loss = found.to(torch.float32).cross_entropy(tokens, 0.1, -100)
     loss.mean().backward()
@@ -188,7 +197,8 @@ def kept(communicator: Communicator) -> Found:
     """Against the count of Korthikanti et al. 2022, table 2: sbh (10 + 24 / t) bytes of 16-bit numbers with masks of dropout; with parts of
     the positions sbh 34 / t. Without masks these are 4 + 12 / t and 16 / t numbers; the statistics of norms and of attention come to them.
     """
-    size, positions = communicator.size, 3 * CONTEXT
+    size = communicator.size
+    positions = 3 * CONTEXT
     mine = len(range(CONTEXT)[part_of(CONTEXT, communicator.rank, size)]) * 3
     of_cut_layers = positions * (12 * 16 + 4) / size
     expected = {False: 4 * (16 + 1) * positions + of_cut_layers, True: 4 * (16 + 1) * mine + of_cut_layers}

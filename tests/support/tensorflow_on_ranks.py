@@ -24,14 +24,17 @@ import hvdtrain.horovod.tensorflow as hvd
 import hvdtrain.horovod.tensorflow.keras as hvd_keras
 from hvdtrain.errors import UserError
 
-ROWS, STEPS, NEAR = 6, 4, 1e-12
+ROWS = 6
+STEPS = 4
+NEAR = 1e-12
 HOW: dict[str, Callable[[Any], Any]] = {"eager": lambda function: function, "graph": tf.function}
 
 
 def data(whole: bool) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each step: of this rank, or of all ranks."""
     made = np.random.default_rng(3)
-    x, rule = made.normal(size=(STEPS, hvd.size(), ROWS, 5)), made.normal(size=(5, 1))
+    x = made.normal(size=(STEPS, hvd.size(), ROWS, 5))
+    rule = made.normal(size=(5, 1))
     chosen = x if whole else x[:, hvd.rank() : hvd.rank() + 1]
     return [(rows.reshape(-1, 5), np.tanh(rows.reshape(-1, 5) @ rule)) for rows in chosen]
 
@@ -69,7 +72,8 @@ def trained(how: str, seed: int = 1, whole: bool = False, **options: Any) -> lis
 def a_loop_is_that_of_one_process() -> str:
     worst = 0.0
     for how in HOW:
-        found, expected = trained(how), trained(how, whole=True)
+        found = trained(how)
+        expected = trained(how, whole=True)
         worst = max(worst, *(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)))
         assert worst < NEAR, (how, worst)
         for value in found:
@@ -133,7 +137,8 @@ def an_embedding_fits_as_in_one_process() -> str:
 
 
 def calls_take_what_tensorflow_has() -> str:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for dtype in (tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.float64):
         found = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.cast([1, 2], dtype))
         assert found.dtype == dtype
@@ -183,7 +188,8 @@ def calls_are_those_of_torch() -> str:
 
 
 def numpy_is_taken_and_tensors_come_back() -> str:
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     for value in (np.mean([1.0, 2.0]) + rank, np.float32(rank), np.array([[1, 2]]) + rank):
         found = hvd.allreduce(value, op=hvd.Sum)
         assert isinstance(found, tf.Tensor) and found.dtype == tf.as_dtype(value.dtype)
@@ -197,7 +203,8 @@ def numpy_is_taken_and_tensors_come_back() -> str:
 def casts_stay_in_the_library() -> str:
     x = tf.Variable([1.0, 2.0])
     for compiled in HOW.values():
-        wire, ctx = compiled(lambda: hvd.Compression.fp16.compress(x)[0])(), x.dtype
+        wire = compiled(lambda: hvd.Compression.fp16.compress(x)[0])()
+        ctx = x.dtype
         assert isinstance(wire, tf.Tensor) and wire.dtype == tf.float16
         back = hvd.Compression.fp16.decompress(wire, ctx)
         assert back.dtype == tf.float32
@@ -209,7 +216,8 @@ def casts_stay_in_the_library() -> str:
 
 def slices_are_grouped_with_tensors() -> str:
     """Of ranks with other numbers of slices; rank r has a row in place r, and all have place 3."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     rows = np.zeros((4, 1))
     for other in range(size):
         rows[other % 3] += 1.0 + other
@@ -234,7 +242,8 @@ def slices_are_grouped_with_tensors() -> str:
 def a_tape_has_adasum() -> str:
     """Each gradient by itself, as hvdtrain.horovod.allreduce() combines it: not the concatenation of both."""
     made = np.random.default_rng(hvd.rank()).normal(size=(2, 3))
-    one, other = tf.Variable(np.zeros(3)), tf.Variable(np.zeros(3))
+    one = tf.Variable(np.zeros(3))
+    other = tf.Variable(np.zeros(3))
     for compiled in HOW.values():
 
         @compiled
@@ -324,10 +333,12 @@ def ranks_are_tensors() -> str:
 
 def a_tape_leaves_local_layers_to_each_rank() -> str:
     """Gradients are (1 + rank) for each weight by hand; slices too."""
-    rank, size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    size = hvd.size()
     local = keras.layers.Dense(1, use_bias=False, dtype="float64")
     local.build((None, 2))
-    table, weight = tf.Variable(np.ones((3, 2))), tf.Variable(np.ones(2))
+    table = tf.Variable(np.ones((3, 2)))
+    weight = tf.Variable(np.ones(2))
     x = tf.constant([[1.0 + rank] * 2], tf.float64)
     for compiled in HOW.values():
         for scale in (True, False):

@@ -36,7 +36,10 @@ class Trouble(nn.Module):
             nn.Dropout(0.1),
             nn.Linear(16, classes),
         )
-        self.passes, self.at, self.once, self.pass_s = 0, at, Path(once), pass_s
+        self.passes = 0
+        self.at = at
+        self.once = Path(once)
+        self.pass_s = pass_s
         self.fault = fault if placement(os.environ).rank == rank and not (once and self.once.exists()) else ""
         if self.fault == "build":
             self.begin()

@@ -68,7 +68,9 @@ class Net(nn.Module):
 
     def __init__(self, outputs: int = 1) -> None:
         super().__init__()
-        self.image, self.table, self.both = nn.Linear(30, 4), nn.Linear(3, 4), nn.Linear(8, outputs)
+        self.image = nn.Linear(30, 4)
+        self.table = nn.Linear(3, 4)
+        self.both = nn.Linear(8, outputs)
 
     def forward(self, image: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.both(torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1))
@@ -87,7 +89,8 @@ class OfPixels(nn.Module):
 
     def __init__(self, pixel_classes: int) -> None:
         super().__init__()
-        self.image, self.table = nn.Conv2d(1, pixel_classes, 3, padding=1), nn.Linear(3, pixel_classes)
+        self.image = nn.Conv2d(1, pixel_classes, 3, padding=1)
+        self.table = nn.Linear(3, pixel_classes)
 
     def forward(self, image: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.image(image) + self.table(table)[:, :, None, None]

@@ -48,7 +48,8 @@ class Net(nn.Sequential):
 
     def __init__(self, has_norm: bool) -> None:
         super().__init__()
-        self.one, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8) if has_norm else nn.Tanh()
+        self.one = nn.Linear(3, 8)
+        self.norm = nn.BatchNorm1d(8) if has_norm else nn.Tanh()
         self.dense = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def tensor_plan(self) -> dict[str, str]:
@@ -62,7 +63,8 @@ def data(samples: int, seed: int) -> dict[str, np.ndarray]:
 
 def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str, Any]:
     """By strategy: the loss of the last evaluation, that of the object, how far this moved, and how far it is from run.weights."""
-    train, val = data(65, 0), data(33, 1)
+    train = data(65, 0)
+    val = data(33, 1)
     found = {}
     for number, strategy in enumerate(strategies):
         torch.manual_seed(0)
@@ -73,7 +75,8 @@ def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str,
         with torch.no_grad():
             loss = nn.functional.mse_loss(net(torch.tensor(val["x"])), torch.tensor(val["y"])).item()
         moved = max((p - old).abs().max().item() for p, old in zip(net.parameters(), before, strict=True))
-        state, raw = net.state_dict(), {name: torch.from_numpy(array) for name, array in run.weights.items()}
+        state = net.state_dict()
+        raw = {name: torch.from_numpy(array) for name, array in run.weights.items()}
         assert state.keys() == raw.keys(), strategy
         apart = max((state[name] - raw[name]).abs().max().item() for name in state)
         found[strategy] = {"reported": run.last, "best": run.best, "object": loss, "moved": moved, "from_raw": apart}

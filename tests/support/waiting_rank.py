@@ -35,7 +35,8 @@ def wait(engine: str, hosts: int, address: str) -> None:
         lines = connection.makefile("rw")
         send(lines, {"rank": communicator.rank, "pid": os.getpid()})
         for line in lines:
-            before, call = state(), json.loads(line)
+            before = state()
+            call = json.loads(line)
             answer = answered(communicator, engine, **call)
             after = state()
             send(lines, answer | {"changed": [name for name in {**before, **after} if before.get(name) != after.get(name)]})
@@ -48,7 +49,8 @@ def connect(engine: str, hosts: int) -> Communicator:
         return SingleProcessCommunicator()
     os.environ |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if hosts > 1:
-        rank, of_host = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"]) // hosts
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        of_host = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // hosts
         os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank % of_host), "OMPI_COMM_WORLD_LOCAL_SIZE": str(of_host)}
     communicator: Communicator = plugins.load("comm", engine, "tests").connect(placement(os.environ), CommConfig(engine=engine))
     return communicator

@@ -56,7 +56,8 @@ HANGS = {call.__name__: call for call in (sleep, loop, hold, alone, stop, suspen
 
 def main(name: str, stall_s: float, start_s: float, *words: str) -> None:
     hangs = {int(rank): how for rank, _, how in (word.partition(":") for word in words)}
-    place, heartbeat = placement(os.environ), Heartbeat()
+    place = placement(os.environ)
+    heartbeat = Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
     engine = None if name == "single" else plugins.load("comm", name, "tests")  # before the limits count: an import takes a second
     with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watchdog:
@@ -71,7 +72,8 @@ def main(name: str, stall_s: float, start_s: float, *words: str) -> None:
             say(place.rank, "builds endlessly")
             sleep(communicator)
         communicator.allreduce(np.ones(3), "sum")  # the first one connects the ranks
-        heartbeat.training, heartbeat.limit = True, "stall_s"
+        heartbeat.training = True
+        heartbeat.limit = "stall_s"
         for step in range(HANGS_AT + 1):
             heartbeat.beat("step", 3, step)
             communicator.allreduce(np.ones(3), "sum")

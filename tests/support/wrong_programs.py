@@ -24,7 +24,8 @@ def main(case: str) -> None:  # noqa: PLR0912, PLR0915 (a branch for each case)
         mpi4py.rc.thread_level = "funneled"
         importlib.import_module("mpi4py.MPI")
     hvd.init()
-    rank, one = hvd.rank(), torch.ones(3)
+    rank = hvd.rank()
+    one = torch.ones(3)
     hvd.allreduce(one, name="before")
     match case:
         case "a call is missing on a rank":

@@ -51,14 +51,16 @@ def test_steps_and_metrics_are_those_of_torch_and_scikit_learn(framework: str, p
     source, task = declared(partly, class_weights=WEIGHTS, top_k=2)
     batch = source.read(np.arange(47))
     known = batch["y"] >= 0
-    x, y = torch.tensor((batch["x"] - task.mean) / task.std)[known], torch.tensor(batch["y"])[known]
+    x = torch.tensor((batch["x"] - task.mean) / task.std)[known]
+    y = torch.tensor(batch["y"])[known]
     first = learner_of(framework, task, SingleProcessCommunicator()).state()
     weight, bias = (torch.tensor(first[name], requires_grad=True) for name in ("p.fc.weight", "p.fc.bias"))
     each = torch.nn.CrossEntropyLoss(label_smoothing=0.1, reduction="none")(x @ weight.T + bias, y) * torch.tensor(WEIGHTS)[y].double()
     (gradient,) = torch.autograd.grad(each.mean(), weight)
 
     def stepped(rank: Communicator) -> tuple[np.ndarray, dict[str, float]]:
-        one, edges = learner_of(framework, task, rank, "model.label_smoothing=0.1"), SHARES[rank.size]
+        one = learner_of(framework, task, rank, "model.label_smoothing=0.1")
+        edges = SHARES[rank.size]
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         total = allreduce_sums(rank, one.evaluate(one.to_device(source.read(rows))), "test", task.sums)
         micro = [one.to_device(source.read(part)) for part in (rows[:4], rows[4:])]

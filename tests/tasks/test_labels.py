@@ -48,7 +48,8 @@ class Samples:
     classes = 3
 
     def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
 
     def __len__(self) -> int:
         return len(self.x)
@@ -224,11 +225,13 @@ def test_a_step_is_that_of_the_samples_with_a_class(framework: str, words: str, 
     one, other = (build_learner(config, each, SingleProcessCommunicator()) for each in (task, of_classes))
     micro = [one.to_device(found.read(rows)) for rows in (np.arange(5), np.arange(5, N))]
     rest = found.read(np.flatnonzero(has_class))
-    sums, expected = host(one.step(micro, hyper(N), 0)), host(other.step([other.to_device(rest)], hyper(len(rest["y"])), 0))
+    sums = host(one.step(micro, hyper(N), 0))
+    expected = host(other.step([other.to_device(rest)], hyper(len(rest["y"])), 0))
     assert (task.classes, sums["count"], sums["labelled"]) == (3, N, N * 2 / 3)
     for name in ("loss", "right"):
         assert sums[name] == pytest.approx(expected[name], rel=1e-12)
-    evaluated, expected = host(one.evaluate(one.to_device(found.read(np.arange(N))))), host(other.evaluate(other.to_device(rest)))
+    evaluated = host(one.evaluate(one.to_device(found.read(np.arange(N)))))
+    expected = host(other.evaluate(other.to_device(rest)))
     assert [metric.of(evaluated) for metric in task.metrics] == pytest.approx(
         [metric.of(expected) for metric in of_classes.metrics], rel=1e-12
     )

@@ -45,8 +45,10 @@ class Spread(torchmetrics.Metric):
 
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
         error = (preds - target).abs()
-        self.largest, self.least = torch.maximum(self.largest, error.max()), torch.minimum(self.least, error.min())
-        self.total, self.samples = self.total + error.sum(), self.samples + len(error)
+        self.largest = torch.maximum(self.largest, error.max())
+        self.least = torch.minimum(self.least, error.min())
+        self.total = self.total + error.sum()
+        self.samples = self.samples + len(error)
 
     def compute(self) -> torch.Tensor:
         return (self.largest - self.least) / (self.total / self.samples)
@@ -245,7 +247,8 @@ def test_ranks_are_put_together_once_where_torch_distributed_runs(state: Any, re
 
 
 def test_a_metric_that_fails_is_told_by_its_name() -> None:
-    batch, few = {"y": torch.ones(4)}, {"y": torch.ones(1)}
+    batch = {"y": torch.ones(4)}
+    few = {"y": torch.ones(1)}
     for metric, message in (
         (
             torchmetrics.MaxMetric(),

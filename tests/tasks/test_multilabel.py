@@ -54,11 +54,14 @@ def learner_of(framework: str, task: Multilabel, communicator: Communicator) -> 
 def test_f1_and_average_precision_are_those_of_scikit_learn(framework: str, jax_compilation_cache: None) -> None:
     """On three ranks with 5, 1 and 41 samples; the average precision is that of the numbers of the bins, and near that of the scores."""
     source, task = declared("val")
-    data, first = own_data.labels("val"), weights_of(task)
+    data = own_data.labels("val")
+    first = weights_of(task)
     logits = (data["x"] - task.mean) / task.std @ first["p.fc.weight"].T + first["p.fc.bias"]
 
     def evaluated(rank: Communicator) -> dict[str, float]:
-        one, sums, rows = learner_of(framework, task, rank), zero_sums(task.sums), SHARES[3][rank.rank : rank.rank + 2]
+        one = learner_of(framework, task, rank)
+        sums = zero_sums(task.sums)
+        rows = SHARES[3][rank.rank : rank.rank + 2]
         for start in range(*rows, 8):
             sums = add_sums(sums, one.evaluate(one.to_device(source.read(np.arange(start, min(start + 8, rows[1]))))))
         total = allreduce_sums(rank, sums, "test", task.sums)
@@ -88,7 +91,8 @@ def evaluated_alone(framework: str, source: Source, task: Multilabel) -> dict[st
 @FRAMEWORKS
 def test_steps_are_those_of_autograd_on_any_number_of_ranks(framework: str, jax_compilation_cache: None) -> None:
     source, task = declared("val")
-    data, first = own_data.labels("val"), weights_of(task)
+    data = own_data.labels("val")
+    first = weights_of(task)
     weight, bias = (torch.tensor(first[name], requires_grad=True) for name in ("p.fc.weight", "p.fc.bias"))
     x = torch.tensor((data["x"] - task.mean) / task.std)
     for _ in range(3):
@@ -97,7 +101,8 @@ def test_steps_are_those_of_autograd_on_any_number_of_ranks(framework: str, jax_
             p.data -= 0.7 * gradient
 
     def trained(rank: Communicator) -> np.ndarray:
-        one, edges = learner_of(framework, task, rank), SHARES[rank.size]
+        one = learner_of(framework, task, rank)
+        edges = SHARES[rank.size]
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         for step in range(3):
             micro = [one.to_device(source.read(part)) for part in (rows[:4], rows[4:])]

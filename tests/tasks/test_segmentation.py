@@ -69,7 +69,8 @@ def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float, weights: tu
         known = mask != 255
         of_classes = []
         for label in mask[known].unique():
-            p, g = shares[int(label)][known], (mask[known] == label).double()
+            p = shares[int(label)][known]
+            g = (mask[known] == label).double()
             of_classes.append(2 * (p * g).sum() / (p.sum() + g.sum()))
         total = total + dice * known.sum().double() * (1 - torch.stack(of_classes).mean())
     return total / (y != 255).sum()
@@ -82,7 +83,8 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: t
     y = torch.tensor(own_data.shapes("val")["y"]).long()
     assert len({int((mask != 255).sum()) for mask in y}) > 3
     alone = learner_of(task, SingleProcessCommunicator())
-    model, first = alone.model, {name: array.copy() for name, array in alone.state().items()}
+    model = alone.model
+    first = {name: array.copy() for name, array in alone.state().items()}
     for _ in range(2):
         loss = loss_by_hand(model(normalized(task)), y, dice, weights)
         with torch.no_grad():
@@ -111,10 +113,12 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: t
 def test_metrics_are_those_of_scikit_learn_on_uneven_shares(words: list[str]) -> None:
     source, task = declared()
     alone = learner_of(task, SingleProcessCommunicator(), None, *words[:1] * ("model.norm=none" in words))
-    logits, first = alone.model(normalized(task)).detach(), alone.state()
+    logits = alone.model(normalized(task)).detach()
+    first = alone.state()
     y = own_data.shapes("val")["y"]
     known = y != 255
-    labels, said = y[known], logits.argmax(1).numpy()[known]
+    labels = y[known]
+    said = logits.argmax(1).numpy()[known]
 
     def evaluated(rank: Communicator) -> dict[str, float]:
         one, sums, rows = learner_of(task, rank, first, *words), zero_sums(task.sums), SHARES[3][rank.rank : rank.rank + 2]
@@ -148,7 +152,8 @@ def test_masks_move_as_their_images_do(words: str) -> None:
     """Of images that are their masks: black pixels from outside of an image are 0 in it, and 9 in the mask."""
     masks = np.random.default_rng(1).integers(1, 9, (40, 10, 8)).astype(np.uint8)
     config = configure(None, words.split()).augment
-    samples, epochs = np.arange(40), np.arange(40) // 10
+    samples = np.arange(40)
+    epochs = np.arange(40) // 10
     parameters = augment.draw(config, 7, epochs, samples, (10, 8, 1))
     images = augment.apply(masks[..., None], parameters)[..., 0]
     moved = move(masks, parameters, 9)
@@ -197,7 +202,8 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
         return one.to_device(read_batch(source, Positions(rows, np.full(len(rows), step)), HYPER, config, cached_on_device=False))
 
     alone = learner_of(task, SingleProcessCommunicator())
-    model, first = alone.model, {name: array.copy() for name, array in alone.state().items()}
+    model = alone.model
+    first = {name: array.copy() for name, array in alone.state().items()}
     for step in range(2):
         batch = read(alone, np.arange(12), step)
         assert (batch.arrays["y"].numpy() != own_data.shapes("val")["y"]).mean() > 0.1
@@ -209,7 +215,8 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
     expected = {f"p.{name}": p.detach().numpy() for name, p in model.named_parameters()}
 
     def trained(rank: Communicator) -> dict[str, np.ndarray]:
-        one, edges = learner_of(task, rank, first), SHARES[rank.size]
+        one = learner_of(task, rank, first)
+        edges = SHARES[rank.size]
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         for step in range(2):
             micro = [read(one, part, step) for part in (rows[:4], rows[4:])]
@@ -314,7 +321,8 @@ def test_nets_of_torchvision_give_dicts() -> None:
 class Several(torch.nn.Module):
     def __init__(self, names: str) -> None:
         super().__init__()
-        self.layer, self.names = torch.nn.Conv2d(3, 3, 1), names.split("+")
+        self.layer = torch.nn.Conv2d(3, 3, 1)
+        self.names = names.split("+")
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self.layer(x) * scale for scale, name in enumerate(self.names)}

@@ -46,7 +46,8 @@ def words_of(task: str, *more: str) -> list[str]:
 
 def by_hand(data: dict[str, np.ndarray], is_standardized: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """What a model gets of the image and of the table."""
-    pixels, table = data["image"] / 255, data["table"]
+    pixels = data["image"] / 255
+    table = data["table"]
     image = torch.tensor((pixels - pixels.mean()) / pixels.std()).permute(0, 3, 1, 2)
     return image, torch.tensor((table - table.mean(0)) / table.std(0) if is_standardized else table)
 
@@ -71,7 +72,8 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(name: str) -> None:
     first = {f"p.{key}": value.numpy() for key, value in getattr(two_inputs, TASKS[name][1])(_outputs(name)).double().state_dict().items()}
 
     def trained(rank: Communicator) -> dict[str, np.ndarray]:
-        one, edges = build_learner(config, task, rank), SHARES[rank.size]
+        one = build_learner(config, task, rank)
+        edges = SHARES[rank.size]
         one.load(one.state() | first)
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         for step in range(3):
@@ -106,7 +108,9 @@ def test_a_loss_of_a_script_gets_the_inputs_by_name(tmp_path: Path, monkeypatch:
     """One step of the whole set; then predictions and metrics of the run, and the transform of its inputs."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(2)
-    data, net, alone = two_inputs.fields(), two_inputs.Net().double(), two_inputs.Net().double()
+    data = two_inputs.fields()
+    net = two_inputs.Net().double()
+    alone = two_inputs.Net().double()
     alone.load_state_dict(net.state_dict())
     image, table = by_hand(data, is_standardized=True)
     y = torch.tensor(data["y"])
@@ -226,7 +230,8 @@ def test_images_with_their_channels_first_are_turned_or_refused(tmp_path: Path, 
 
 
 def test_data_that_do_not_fit_each_other_are_told_of() -> None:
-    data, other = two_inputs.fields(), two_inputs.fields("val")
+    data = two_inputs.fields()
+    other = two_inputs.fields("val")
     job: dict[str, Any] = {"model": two_inputs.Net, "train_data": data}
     with pytest.raises(UserError, match=r"table is float64 \(3,\) in the training set, float64 \(2,\) in the validation set"):
         hvdtrain.train({"task.name": "regression"}, **job, val_data={**other, "table": other["table"][:, :2]})
@@ -262,7 +267,8 @@ def test_a_job_that_goes_on_with_other_ranks_is_the_same_job(tmp_path: Path, mon
     end = ["-m", "hvdtrain", "resume=parts", *job[:3], "max_steps=9", "shard.stage=1", "comm.engine=mpi"]
     done = mpirun(3, end, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    whole, parts = weights_of("whole"), weights_of("parts")
+    whole = weights_of("whole")
+    parts = weights_of("parts")
     for name, array in whole.items():
         np.testing.assert_allclose(parts[name], array, rtol=1e-12, atol=1e-14)
     val = two_inputs.fields("val")

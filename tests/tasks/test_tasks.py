@@ -75,7 +75,8 @@ def regression_task(outputs: int = 2, **options: Any) -> Any:
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_errors_of_a_linear_model_by_hand(framework: str, outputs: int, jax_compilation_cache: None) -> None:
     """All outputs are the biases, so that the errors are those of constants; two batches, one of a single sample."""
-    task, data = regression_task(outputs), own_data.numbers("val", outputs)
+    task = regression_task(outputs)
+    data = own_data.numbers("val", outputs)
     one = learner_of(task, f"framework={framework}", "model.name=linear")
     bias = np.array([4.0, -1.0])[:outputs]
     one.load(one.state() | {"p.fc.bias": bias})
@@ -86,7 +87,8 @@ def test_errors_of_a_linear_model_by_hand(framework: str, outputs: int, jax_comp
     total = allreduce_sums(SingleProcessCommunicator(), sums, "test", task.sums)
     found = {metric.name: metric.of(total) for metric in task.metrics}
     y = data["y"].reshape(47, outputs)
-    residual, spread = ((y - bias) ** 2).sum(0), ((y - y.mean(0)) ** 2).sum(0)
+    residual = ((y - bias) ** 2).sum(0)
+    spread = ((y - y.mean(0)) ** 2).sum(0)
     expected = {"mse": ((y - bias) ** 2).mean(), "mae": np.abs(y - bias).mean(), "r2": (1 - residual / spread).mean()}
     assert found == pytest.approx({"loss": expected["mse"], **expected}, rel=1e-12)
     assert total["count"] == 47
@@ -94,10 +96,12 @@ def test_errors_of_a_linear_model_by_hand(framework: str, outputs: int, jax_comp
 
 @pytest.mark.parametrize("loss", ["squared_error", "absolute_error"])
 def test_a_step_of_regression_is_that_of_autograd(loss: str) -> None:
-    task, data = regression_task(loss=loss), own_data.numbers("train")
+    task = regression_task(loss=loss)
+    data = own_data.numbers("train")
     batch = {name: array[:6] for name, array in data.items()}
     x = torch.tensor((batch["x"] - task.mean) / task.std).reshape(6, 6)
-    weight, bias = torch.zeros(2, 6, dtype=torch.float64, requires_grad=True), torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    weight = torch.zeros(2, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     error = x @ weight.T + bias - torch.tensor(batch["y"])
     expected = (error.square() if loss == "squared_error" else error.abs()).mean()
     expected.backward()

@@ -125,7 +125,8 @@ def test_samples_without_a_class_are_in_no_metric_and_no_count() -> None:
     """The job without them computes the same weights, metrics and counts; batches differ, so it is one of all samples."""
     has_class = np.arange(120) % 3 > 0
     config = {"stop.steps": 5, "epochs": 9, "evaluate.every_steps": 5, "optim.base_lr": 0.1, "speed.precision": "fp64"}
-    model, alone = net(3, 2).double(), net(3, 2).double()
+    model = net(3, 2).double()
+    alone = net(3, 2).double()
     x = COLUMNS.astype(np.float64) - 100
     labels = np.where(has_class, LABELS, 255).astype(np.uint8)
     run = train(x, labels, config | {"batch.size": 120, "optim.base_batch": 120, "task.ignore_label": 255}, model=model)

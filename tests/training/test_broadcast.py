@@ -27,10 +27,12 @@ from hvdtrain.training.replicas.compare import broadcast_state
 class SecondOfTwo(SingleProcessCommunicator):
     """Rank 1 of 2; given is what rank 0 exchanges and what it broadcasts."""
 
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def __init__(self, exchanged: list[Any], broadcasts: dict[str, np.ndarray] | None = None) -> None:
-        self.exchanged, self.broadcasts = list(exchanged), broadcasts or {}
+        self.exchanged = list(exchanged)
+        self.broadcasts = broadcasts or {}
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [self.exchanged.pop(0), thing]
@@ -45,7 +47,8 @@ def learner(seed: int) -> Any:
 
 
 def test_rank_0s_state_reaches_the_others() -> None:
-    zero, one = learner(1), learner(2)
+    zero = learner(1)
+    one = learner(2)
     state = zero.state()
     assert digest(one.state()) != digest(state)
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
@@ -57,7 +60,8 @@ class WithoutCopies:
     """A learner with one weight, whose state may not be copied; it counts its loads."""
 
     def __init__(self) -> None:
-        self.weight, self.loads = np.arange(6.0).reshape(2, 3), 0
+        self.weight = np.arange(6.0).reshape(2, 3)
+        self.loads = 0
 
     is_sharded = False
 
@@ -81,7 +85,8 @@ class Recording(SingleProcessCommunicator):
 
 
 def test_rank_0_sends_its_own_memory_and_loads_only_what_it_restored() -> None:
-    learner, communicator = WithoutCopies(), Recording()
+    learner = WithoutCopies()
+    communicator = Recording()
     broadcast_state(communicator, learner, None)  # type: ignore[arg-type]
     (sent,) = communicator.sent
     assert np.shares_memory(sent, learner.weight) and learner.loads == 0
@@ -91,7 +96,8 @@ def test_rank_0_sends_its_own_memory_and_loads_only_what_it_restored() -> None:
 
 
 def test_ranks_that_differ_after_the_start_stop() -> None:
-    zero, one = learner(1), learner(2)
+    zero = learner(1)
+    one = learner(2)
     state = zero.state()
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
     sent = {f"state.{name}": copy.deepcopy(array) for name, array in state.items()}

@@ -22,7 +22,8 @@ def sum_of(data: np.ndarray, *cuts: int) -> ByteSum:
 
 
 def test_it_is_the_sum_of_words_times_random_numbers_of_their_places() -> None:
-    data, numbers = DATA[:11], np.random.Philox(key=0).random_raw(3).tolist()
+    data = DATA[:11]
+    numbers = np.random.Philox(key=0).random_raw(3).tolist()
     multiple = int.from_bytes(hashlib.blake2b(bytes(8), digest_size=8, person=b"span").digest(), "little") | 1
     words = [int.from_bytes(data[begin : begin + 4].tobytes(), "little") for begin in (0, 4, 8)]
     assert sum_of(data).value == multiple * sum(word * number for word, number in zip(words, numbers, strict=True)) % 2**64
@@ -41,7 +42,9 @@ def test_other_bytes_have_another_sum() -> None:
     for other, flip in zip(others, flips, strict=True):
         for place, bits in flip.items():
             other[place] ^= bits
-    swapped, moved, blank = DATA.copy(), DATA.copy(), DATA.copy()
+    swapped = DATA.copy()
+    moved = DATA.copy()
+    blank = DATA.copy()
     swapped[0:8] = DATA[[4, 5, 6, 7, 0, 1, 2, 3]]
     moved[: 2 * SPAN] = np.concatenate([DATA[SPAN : 2 * SPAN], DATA[:SPAN]])
     blank[4096:8192] = 0

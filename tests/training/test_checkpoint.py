@@ -89,7 +89,8 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
 def test_files_and_folders_are_on_the_disk_before_and_after_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls of a write by which it survives a loss of power; of a later one those without the folders that are there."""
     calls: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def path_of(handle: int) -> str:
         path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)
@@ -106,7 +107,8 @@ def test_files_and_folders_are_on_the_disk_before_and_after_the_name(tmp_path: P
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "rename", recorded_rename)
-    run, unfinished = tmp_path / "run", "run/checkpoints/.step-0000000{}.*.unfinished"
+    run = tmp_path / "run"
+    unfinished = "run/checkpoints/.step-0000000{}.*.unfinished"
     run.mkdir()
     for step, folders in ((1, ["fsync run", "fsync ."]), (2, [])):
         calls.clear()
@@ -176,11 +178,13 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
 
 def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
     """Of 10 samples at steps 1 and 2, of 7 from step 3 on; step 2 was the best of its own."""
-    beginning, config = replace(train_state(0), evaluates=7), configure(None, ["stop.target=0.9"])
+    beginning = replace(train_state(0), evaluates=7)
+    config = configure(None, ["stop.target=0.9"])
     for evaluates, best in ((10, math.nan), (7, 0.95), (0, 0.95)):  # 0: of an older checkpoint
         save(tmp_path, 2, evaluates=evaluates, best=0.95, best_epoch=1)
         point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
-        found, reset = point.train_state, math.isnan(best)
+        found = point.train_state
+        reset = math.isnan(best)
         assert (found.best, found.last) == pytest.approx((best, best), nan_ok=True)
         assert (found.evaluates, found.best_epoch, found.at_target) == (7, 0 if reset else 1, 0 if reset else 1)
         assert ("evaluations are of 7 samples, and were of 10: the best one and stop.patience begin anew" in point.notes) == reset
@@ -241,7 +245,8 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty", "flipped", "folder"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
-    good, path = save(tmp_path, 2), save(tmp_path, 3) / name
+    good = save(tmp_path, 2)
+    path = save(tmp_path, 3) / name
     whole = path.read_bytes()
     path.unlink()
     flipped = bytearray(whole)
@@ -266,7 +271,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Pat
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    folder, random = save(tmp_path, 3), np.random.default_rng(1)
+    folder = save(tmp_path, 3)
+    random = np.random.default_rng(1)
     for name in FILES:
         whole = (folder / name).read_bytes()
         for bit in random.choice(8 * len(whole), 40, replace=False):

@@ -21,9 +21,11 @@ def run_time(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 @pytest.mark.parametrize(("cost_s", "mtbf_s"), [(1.0, HOUR), (10.0, 24 * HOUR), (60.0, HOUR), (300.0, HOUR), (1800.0, HOUR)])
 def test_the_interval_is_the_best_one(cost_s: float, mtbf_s: float) -> None:
     """Golden section search of the exact expectation: Daly's is within 1 % of the best place, Young's is not where faults are frequent."""
-    low, high = 1e-3 * mtbf_s, 10 * mtbf_s
+    low = 1e-3 * mtbf_s
+    high = 10 * mtbf_s
     for _ in range(200):
-        a, b = high - (high - low) / 1.618033988749895, low + (high - low) / 1.618033988749895
+        a = high - (high - low) / 1.618033988749895
+        b = low + (high - low) / 1.618033988749895
         low, high = (low, b) if run_time(a, cost_s, mtbf_s) < run_time(b, cost_s, mtbf_s) else (a, high)
     found = optimal_interval_s(cost_s, mtbf_s)
     assert found == pytest.approx(low, rel=1e-2)
@@ -56,7 +58,8 @@ def test_bounds(tmp_path: Path) -> None:
     def auto() -> AutoInterval:
         return AutoInterval(tmp_path, mtbf_hours=10.0, longest_s=600.0, guessed_s=0.1)
 
-    best, one = optimal_interval_s(0.5, 10 * HOUR), auto()
+    best = optimal_interval_s(0.5, 10 * HOUR)
+    one = auto()
     assert one.seconds == optimal_interval_s(0.1, 10 * HOUR)
     assert one.measured(0.5, 2.0) == "checkpoint every 3.16 min: it stops training for 0.5 s, a fault every 10 h (guard.mtbf_hours)"
     assert one.seconds == pytest.approx(best)

@@ -41,7 +41,8 @@ def weights(run: str) -> dict[str, np.ndarray]:
 
 
 def same(a: str, b: str) -> bool:
-    left, right = weights(a), weights(b)
+    left = weights(a)
+    right = weights(b)
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
@@ -199,7 +200,8 @@ def test_the_clock_is_the_same_on_any_number_of_ranks_and_after_a_resume_on_anot
         assert result.returncode == 0, result.stderr
 
     train(1, "one")
-    one, ends = rows(str(tmp_path / "one")), [6, 12, 18, 19, 24, 30, 36, 38, 40]
+    one = rows(str(tmp_path / "one"))
+    ends = [6, 12, 18, 19, 24, 30, 36, 38, 40]
     assert [row[1] for row in one if row[0] == "epoch"] == ends
     for ranks in (2, 3) if FULL else (3,):
         train(ranks, f"on-{ranks}")

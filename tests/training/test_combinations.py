@@ -40,7 +40,8 @@ def test_pairs_are_equal_to_one_process_or_refused() -> None:
 
 def test_the_days_of_some_months_have_every_quick_pair_that_has_been_resumed() -> None:
     """On three of the days."""
-    text, seen = PAGE.read_text(), dict[int, set[str]]()
+    text = PAGE.read_text()
+    seen = dict[int, set[str]]()
     for number in (1, 8, 31):
         of_months = [pairs_of_day(date(2026, month, number), text) for month in (1, 3, 5, 7)]
         assert all(len(pairs) <= PER_DAY for pairs in of_months) and of_months[0] == pairs_of_day(date(2026, 1, number), text)
@@ -85,7 +86,8 @@ def test_the_page_refuses_what_is_refused() -> None:
 
 
 def test_a_page_of_other_results_says_so() -> None:
-    name, other = "shard.stage=1 + optim.clip_norm=0.05", "shard.stage=2 + optim.clip_norm=0.05"
+    name = "shard.stage=1 + optim.clip_norm=0.05"
+    other = "shard.stage=2 + optim.clip_norm=0.05"
     resumed = Found("equal", resumed="mpi x 2 -> single x 1")
     text = page(dict.fromkeys(PAIRS, resumed) | {name: Found("failed", "apart"), other: Found("equal")})
     assert signs_of(text)[other] == "o" and "| `o` | 1 |" in text

@@ -254,7 +254,9 @@ def test_each_feature_alone_is_accepted_by_an_engine(example: Example) -> None:
 
 def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both_orders_alike() -> None:
     """The other order for every fifth pair, which halves the time."""
-    pairs, accepted, refused = all_pairs(), 0, 0
+    pairs = all_pairs()
+    accepted = 0
+    refused = 0
     wrong = []
     for number, pair in enumerate(pairs):
         error = refusal(pair)

@@ -34,7 +34,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def check(name: str, job: dict, one: dict) -> None:
-    losses, expected = np.array(job["losses"]), np.array(one["losses"])
+    losses = np.array(job["losses"])
+    expected = np.array(one["losses"])
     assert len(losses) >= 3 and losses[-1] != losses[0], name
     assert np.abs(losses - expected).max() < 1e-12 * expected.max(), name
     assert job["val"] == pytest.approx(one["val"], rel=1e-12), name
@@ -63,7 +64,9 @@ def test_one_rank_has_the_whole_dense_part(one_process: dict) -> None:
 )
 def test_every_scheme_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, how: str) -> None:
     found = run(tmp_path, engine, size, how)
-    faulty, files, left_out = found.pop("faulty"), found.pop("files"), found.pop("left out")
+    faulty = found.pop("faulty")
+    files = found.pop("files")
+    left_out = found.pop("left out")
     for precision, rel, bad in (("fp64", 1e-12, 1), ("fp16", 1e-2, 0)):  # what 16 bits may be too few for makes the loss scale smaller
         one = one_process["left out"][precision]
         assert left_out[precision]["nonfinite"] == one["nonfinite"] == bad
@@ -109,7 +112,8 @@ def test_two_steps_of_three_updates_by_hand(name: str) -> None:
     rng = np.random.default_rng(3)
     for step, lr in enumerate((0.4, 0.6)):
         batch = learner.to_device({"x": rng.integers(0, 256, (7, 8, 8, 1), dtype=np.uint8), "y": rng.integers(0, 10, 7)})
-        x, y = learner.forward.inputs_of(batch), batch.arrays["y"]
+        x = learner.forward.inputs_of(batch)
+        y = batch.arrays["y"]
         of_others = [torch.zeros_like(p) for p in others]
         for turn in (slice(turn, None, 3) for turn in range(3)):
             share = len(y[turn]) / 7
@@ -130,7 +134,8 @@ def test_two_steps_of_three_updates_by_hand(name: str) -> None:
 def test_bf16_layers_compute_each_turn_with_the_weights_of_the_turn_before() -> None:
     """Autocast keeps 16-bit copies of weights as long as its context lasts."""
     words = "model.name=convnet model.widths=[3,4] model.dense=[7] model.norm=false optim.name=sgd parallel.dense=b batch.size=8"
-    rng, weights = np.random.default_rng(3), {}
+    rng = np.random.default_rng(3)
+    weights = {}
     batch = {"x": rng.integers(0, 256, (8, 8, 8, 1), dtype=np.uint8), "y": np.arange(8) % 2}
     for name, updates in (("fp32", 8), ("bf16", 8), ("fp32", 1)):
         chosen = f"{words} speed.precision={name} parallel.dense_updates={updates}"
@@ -177,7 +182,8 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 @needs_mpirun
 def test_16_bit_types_learn_with_a_dense_part_over_ranks(tmp_path: Path) -> None:
     """As one process learns in 32 bits."""
-    losses, words = {}, ["optim.name=adam", "optim.base_lr=0.02", "batch.size=64", "stop.steps=60", "data.sampling=partition"]
+    losses = {}
+    words = ["optim.name=adam", "optim.base_lr=0.02", "batch.size=64", "stop.steps=60", "data.sampling=partition"]
     for name, kind in (("bf16", "float32 and bfloat16"), *[("fp16", "float32 and float16")] * FULL):
         run = tmp_path / name
         train(2, [f"speed.precision={name}", f"run={run}", *words, "parallel.dense=b"])
@@ -191,7 +197,8 @@ def test_16_bit_types_learn_with_a_dense_part_over_ranks(tmp_path: Path) -> None
 
 
 def test_a_model_without_a_dense_part_is_refused() -> None:
-    config, task = configure(None, ["model.name=mlp", "parallel.dense=a"]), without_statistics((8, 8, 1), 10)
+    config = configure(None, ["model.name=mlp", "parallel.dense=a"])
+    task = without_statistics((8, 8, 1), 10)
     with pytest.raises(UserError, match="MLP has no attribute `dense_part`") as caught:
         build_learner(config, task, SingleProcessCommunicator())
     assert "parallel.dense" in caught.value.where and "convnet, alexnet" in str(caught.value.fix)

@@ -137,9 +137,11 @@ def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
 
 
 def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
-    folder, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
+    folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    clock = Clock()
     meter = EnergyMeter(find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock), 0, clock)
-    joules, watts = [], []
+    joules = []
+    watts = []
     for seconds in (0.5, 0.25, 0.5, 0.5, 0.75):
         clock.now += seconds
         add(folder, 1_000_000)
@@ -184,7 +186,8 @@ def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Pat
 
 
 def test_one_host_without_a_counter_and_none_counts(tmp_path: Path) -> None:
-    folder, nvml = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0)
+    folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    nvml = FakeNvml(a=0)
     without = claim("node7", "GPU-z", cpu=NO_RAPL, why="NVML has no counter of GPU-z: Not Supported")
     meter = find_counters(
         Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}), "GPU-a", powercap=tmp_path, nvml=nvml
@@ -207,7 +210,9 @@ def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
     """Rank 0 has both counters, rank 1 a GPU that the driver does not know and no RAPL, rank 2 no GPU and no RAPL."""
     zone(tmp_path / "a", "intel-rapl:0", "package-0", 0)
     places = [("GPU-a", tmp_path / "a"), ("GPU-b", tmp_path / "none"), (None, tmp_path / "none")]
-    nvml, found, whys = FakeNvml(a=0), list[Claim](), []
+    nvml = FakeNvml(a=0)
+    found = list[Claim]()
+    whys = []
 
     class Listening(SingleProcessCommunicator):
         def allgather_object(self, thing: Any) -> list[Any]:
@@ -301,7 +306,9 @@ def test_a_counter_that_is_no_number(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_fails_in_mid_run_stays_nan(tmp_path: Path) -> None:
-    folder, nvml, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0), Clock()
+    folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    nvml = FakeNvml(a=0)
+    clock = Clock()
     meter = find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
     was = (folder / "energy_uj").read_text()
     (folder / "energy_uj").unlink()
@@ -333,7 +340,8 @@ def test_a_counter_that_failed_is_named_in_the_report() -> None:
     failed = "a counter failed during the job"
     assert summary.energy_summary(run_record(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
     assert summary.energy_summary(run_record(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
-    both, left = epoch({"gpu": 30.0, "cpu": 60.0}, 10), epoch({"gpu": 50.0}, 10)
+    both = epoch({"gpu": 30.0, "cpu": 60.0}, 10)
+    left = epoch({"gpu": 50.0}, 10)
     assert summary.energy_summary(run_record(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
     ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_sample": 4.0}
     assert summary.energy_summary(run_record(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"

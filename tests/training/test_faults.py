@@ -32,7 +32,8 @@ def test_sigkill_at_any_moment(tmp_path: Path, command: Command, count: int, mor
     trials = [kill(command, run, what) for what in kills(10 * SEED + more, command.size, count)]
     equal = ends_as_straight(command, run)
     for (who, when), mine in sorted(sort(trials).items()):
-        lost, codes = max(t.lost for t in mine), sorted({t.code for t in mine})
+        lost = max(t.lost for t in mine)
+        codes = sorted({t.code for t in mine})
         record(Row(command.engine, command.size, f"SIGKILL of {who} during {when}", [t.seconds for t in mine], lost, equal, codes))
         assert lost <= CHECKPOINT_EVERY + SYNC_EVERY
         assert codes == ([-9] if who == "mpirun" else [137])  # 137: mpirun's word for it

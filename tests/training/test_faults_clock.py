@@ -105,7 +105,8 @@ def after_jump(run: Path) -> float:
 )
 def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], command: Command, jump_s: int) -> None:
     """It trains on for more than an epoch after the jump, until it is stopped."""
-    run, limits = tmp_path / "run", ("guard.stall_s=100", "guard.start_s=600", "guard.max_time=100m")
+    run = tmp_path / "run"
+    limits = ("guard.stall_s=100", "guard.start_s=600", "guard.max_time=100m")
     with command._replace(words=limits).start(run, env=clock) as job:
         wait_for(job, lambda: reached(run) >= 50)
         Path(clock["CLOCK_JUMP"]).write_text(str(jump_s))
@@ -125,7 +126,8 @@ def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], c
 
 @pytest.mark.clock
 def test_the_time_limit_holds_when_the_clock_is_set_back(tmp_path: Path, clock: dict[str, str]) -> None:
-    run, plain = tmp_path / "run", Command("mpi", 2)
+    run = tmp_path / "run"
+    plain = Command("mpi", 2)
     slow = plain._replace(words=("model.pass_s=0.05", f"--max-time={LIMIT_S:g}"))
     with slow.start(run, env=clock) as job:
         begun = time.monotonic()

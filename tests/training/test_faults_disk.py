@@ -101,7 +101,8 @@ def damage(path: Path, how: str, random: Random) -> None:
 )
 def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Command) -> None:
     """Twelve checkpoints one after the other, each damaged in another way; the one before them is used."""
-    run, random = tmp_path / "run", Random(7)
+    run = tmp_path / "run"
+    random = Random(7)
     with command.start(run) as job:
         wait_for(job, lambda: newest(run) >= 150)
         os.kill(launcher(job), signal.SIGKILL)
@@ -183,7 +184,8 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
 
 @needs_mpirun
 def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
-    command, run = NUMPY._replace(words=()), disk.path / "run"
+    command = NUMPY._replace(words=())
+    run = disk.path / "run"
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)
         disk.fill()
@@ -266,14 +268,16 @@ def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_
 @pytest.mark.parametrize("disk", ["4m"], indirect=True)
 def test_a_disk_that_becomes_read_only_ends_the_job(disk: Disk) -> None:
     """As a file system after an error of its disk. The next start says it before its first step; once it can write, it goes on."""
-    command, run = Command("single", 0, framework="numpy"), disk.path / "run"
+    command = Command("single", 0, framework="numpy")
+    run = disk.path / "run"
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)
         disk.remount("ro")
         since = time.monotonic()
         result = job.wait()
         seconds = time.monotonic() - since
-    kept, inside = newest(run), disk.inside / "run"
+    kept = newest(run)
+    inside = disk.inside / "run"
     assert result.returncode == USER and "Traceback" not in result.stderr, result
     what = rf"the run folder {inside} can no longer be written \(Read-only file system\)"
     said = re.search(rf"{what}; the steps after the checkpoint of step (\d+) are lost", result.stderr)

@@ -85,7 +85,9 @@ def test_a_signal_in_training_ends_the_job_within_seconds(tmp_path: Path) -> Non
 
 def end_badly(command: Command, run: Path, link: Link) -> Row:
     """One start: it goes on from the newest checkpoint, and ends as it should."""
-    before, begun, bad = newest(run), len(events(run)), command.size - 1
+    before = newest(run)
+    begun = len(events(run))
+    bad = command.size - 1
     once = run.parent / link.what.replace(" ", "-")
     trouble = (f"model.fault={link.fault}", f"model.rank={bad}", f"model.once={once}") * bool(link.fault)
     asks = (f"resume={run}",) * bool(before)  # for another fault
@@ -128,7 +130,8 @@ def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: st
 
 def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
     """As by `| head -1`, of both outputs."""
-    command, run = Command("single", 0, ("epochs=2",), framework="numpy"), tmp_path / "run"
+    command = Command("single", 0, ("epochs=2",), framework="numpy")
+    run = tmp_path / "run"
     argv = ["timeout", f"{HANG_S}", sys.executable, *command.argv(run)]
     with subprocess.Popen(argv, env=environment(ENV), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         assert job.stdout

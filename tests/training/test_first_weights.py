@@ -42,11 +42,13 @@ def by_hand() -> np.ndarray:
 @pytest.mark.slow
 @needs_mpirun
 def test_two_ranks_begin_with_the_weights_of_one_and_a_resumed_job_keeps_them(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert main([*WORDS, f"run={one}"]) == 0
     result = mpirun(2, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={two}"])
     assert result.returncode == 0, result
-    alone, together = weights(one), weights(two)
+    alone = weights(one)
+    together = weights(two)
     name = next(name for name in alone if name.endswith("whitening.weight"))
     np.testing.assert_allclose(alone[name], by_hand(), rtol=0, atol=1e-12)
     for key, array in alone.items():

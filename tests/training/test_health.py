@@ -47,7 +47,8 @@ class FakeCheckpoints:
     """Checkpoints of which none is due; it counts rollbacks."""
 
     def __init__(self, longest_s: float = 0.0) -> None:
-        self.longest_s, self.rollbacks = longest_s, 0
+        self.longest_s = longest_s
+        self.rollbacks = 0
 
     def due(self, step: int) -> bool:
         return False
@@ -62,7 +63,8 @@ def monitor(*arguments: str, checkpoints: Any = None) -> HealthMonitor:
 
 
 def test_a_signal_on_any_rank_stops_all() -> None:
-    one, other = monitor(), monitor()
+    one = monitor()
+    other = monitor()
     one.signals.received = "SIGUSR2"
     assert one.flags() == NO_FLAGS | {"stop.signal": 1.0}
     assert other.flags() == NO_FLAGS
@@ -134,12 +136,14 @@ def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) 
     """Every guard.equal_steps steps, and before a checkpoint, where the loss of the steps up to the sync point is no number, too."""
     words = ["framework=numpy", "model.name=linear", "guard.nonfinite=skip", f"guard.equal_steps={1000 if save else 10}"]
     config = configure(None, words)
-    datasets, heartbeat = open_datasets(config), Heartbeat()
+    datasets = open_datasets(config)
+    heartbeat = Heartbeat()
     learner = build_learner(config, datasets.task, SingleProcessCommunicator())
     before = begin(config, datasets)
     here = {"signals": Signals(0), "heartbeat": heartbeat, "log": Log([]), "start": before, "run": None}
     job = make_job(config, datasets, SingleProcessCommunicator(), learner, **here)  # type: ignore[arg-type]
-    job.health.communicator, job.health.hosts = OfTwo(), ["n1", "n2"]
+    job.health.communicator = OfTwo()
+    job.health.hosts = ["n1", "n2"]
     sums = (
         zero_sums(job.task.sums)
         | job.health.flags(10)
@@ -165,7 +169,8 @@ def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
 def test_an_evaluation_is_due_until_it_is_done_and_a_job_is_not_over_before() -> None:
     config = configure(None, ["epochs=2"])
     end = Progress(10, 20, 5, 20)
-    one, two = TrainState(end, epoch=1, evaluated=3), TrainState(end, epoch=2, evaluated=5)
+    one = TrainState(end, epoch=1, evaluated=3)
+    two = TrainState(end, epoch=2, evaluated=5)
     assert (evaluation_due(config, one), stop_reason(config, one)) == (True, "")
     assert (evaluation_due(config, two), stop_reason(config, two)) == (False, "epochs=2")
     assert not evaluation_due(config, TrainState(Progress(10, 20, 4, 16), epoch=1, evaluated=3))

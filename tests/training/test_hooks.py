@@ -34,7 +34,8 @@ def train(folder: Path, *words: str, hooks: list[Any]) -> hvdtrain.Run:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recorder]:
     """A run without a stop, and what its hook has seen."""
-    recorder, run = Recorder(), tmp_path_factory.mktemp("hooks") / "straight"
+    recorder = Recorder()
+    run = tmp_path_factory.mktemp("hooks") / "straight"
     train(run, hooks=[recorder, OfRank0()])
     return run, recorder
 
@@ -80,7 +81,8 @@ def test_hooks_change_nothing_of_the_training(straight: tuple[Path, Recorder], t
 
 
 def test_the_state_of_a_hook_is_in_the_checkpoint(straight: tuple[Path, Recorder], tmp_path: Path, capsys: Any) -> None:
-    first, second = Recorder(), Recorder()
+    first = Recorder()
+    second = Recorder()
     train(tmp_path / "run", "stop.steps=31", hooks=[first])
     train(tmp_path / "run", hooks=[second])
     assert second.calls[0] == ("start", 31, list(range(1, 32)))
@@ -180,7 +182,8 @@ def test_hooks_on_two_ranks(straight: tuple[Path, Recorder], tmp_path: Path) -> 
     """Means are over ranks, the state is rank 0's on each, and all end together; weights in parts are gathered."""
     done = mpirun(2, alone("hooks_on_ranks:jobs", str(tmp_path), "mpi"))
     assert done.returncode == 0, done.stdout + done.stderr
-    steps, expected = events(tmp_path / "resumed", "step"), events(straight[0], "step")
+    steps = events(tmp_path / "resumed", "step")
+    expected = events(straight[0], "step")
     assert {event["logged"]["my_rank"] for event in steps} == {0.5} and {event["logged"]["of_rank_0"] for event in steps} == {10}
     ours, theirs = ({event["step"]: event["logged"]["weight"] for event in run} for run in (steps, expected))
     assert all(math.isclose(ours[step], theirs[step], rel_tol=1e-12) for step in theirs if step > 14)

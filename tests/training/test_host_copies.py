@@ -29,7 +29,8 @@ from hvdtrain.training.replicas.compare import broadcast_state, digest_tables
 
 T = TypeVar("T")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
-LAYERS, WIDTH = 12, 256
+LAYERS = 12
+WIDTH = 256
 WEIGHTS = 4 * ((64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10)  # bytes; Adam has twice as many
 LARGEST = 4 * WIDTH * WIDTH
 
@@ -130,7 +131,8 @@ def test_a_rank_that_keeps_nothing_has_one_array_at_a_time(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_memory_copy_takes_what_it_keeps(device: str) -> None:
-    learner, communicator = learner_on(device, SingleProcessCommunicator()), SingleProcessCommunicator()
+    learner = learner_on(device, SingleProcessCommunicator())
+    communicator = SingleProcessCommunicator()
     now, later = (TrainState(Progress(10 * step, 100, step, 24)) for step in (1, 2))
     copy, most = most_bytes(lambda: MemoryCopy(learner, communicator, now))  # type: ignore[arg-type]
     assert 3 * WEIGHTS <= most < 3 * WEIGHTS + LARGEST
@@ -167,6 +169,7 @@ def test_a_buffer_has_the_numbers_in_the_order_of_the_tensor(device: str) -> Non
 
 
 def test_what_lies_in_host_memory_is_not_copied() -> None:
-    tensor, staging = torch.arange(6.0), Counted()
+    tensor = torch.arange(6.0)
+    staging = Counted()
     staging.expect([tensor])
     assert np.shares_memory(staging.read(tensor), tensor.numpy()) and not staging.copied

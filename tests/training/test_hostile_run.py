@@ -90,7 +90,8 @@ def test_code_that_a_record_names_is_not_imported(
     key = lines.partition(":")[0]
     for command in COMMANDS:
         trains_not = command.startswith(("evaluate", "predict", "sample", "export"))
-        code, said = main(command.split()), "".join(capsys.readouterr())
+        code = main(command.split())
+        said = "".join(capsys.readouterr())
         assert code == USER and not (tmp_path / "ran").exists(), (command, said)
         if "${r" not in lines and not (trains_not and key in ("optim.name", "recipe.function", "hooks")):  # else it is not read, or is null
             assert "imports code, and only the run folder names it" in said and f"add the argument {key}=" in said, (command, said)
@@ -101,7 +102,8 @@ def test_code_that_a_record_names_is_not_imported(
 
 def test_names_that_the_user_types_are_the_users(tmp_path: Path) -> None:
     """Also by a reference; a file of the user's that refers to what a run folder says is not."""
-    record, mine = tmp_path / "config.yaml", tmp_path / "own" / "mine.yaml"
+    record = tmp_path / "config.yaml"
+    mine = tmp_path / "own" / "mine.yaml"
     mine.parent.mkdir()
     record.write_text("data.root: stranger:net\nmodel.name: linear\n")
     mine.write_text("model.name: ${data.root}\n")
@@ -167,7 +169,8 @@ def test_a_model_that_no_host_can_have(
 )
 def test_two_ranks_end_together(tmp_path: Path, arguments: list[str], name: str, kind: str, refusal: str) -> None:
     """Rank 0 refuses what is planted, rank 1 its own log; one message, and both ranks have ended."""
-    run, outside = tmp_path / "run", outside_folder(tmp_path)
+    run = tmp_path / "run"
+    outside = outside_folder(tmp_path)
     sound_run(run)
     clear(run / name)
     KINDS[kind](run / name, outside)

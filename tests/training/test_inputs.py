@@ -23,7 +23,8 @@ POINTS = RANDOM.uniform(-1, 1, (120, 3))
 COLUMNS = (POINTS * [1.0, 5.0, 0.1] + 100.0).astype(np.float32)  # at mean 100
 LABELS = (POINTS.sum(1) > 0).astype(np.int64)
 PIXELS = RANDOM.integers(60, 140, (120, 4, 3, 1)).astype(np.uint8)
-TRAIN, VAL = slice(0, 80), slice(80, 120)
+TRAIN = slice(0, 80)
+VAL = slice(80, 120)
 BY_COLUMN = "inputs  (x - mean) / std by column"
 AS_GIVEN = "inputs  x as the data have it, float32"
 

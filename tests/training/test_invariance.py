@@ -61,7 +61,8 @@ def run(curves: dict, engine: str, size: int, how: str) -> dict:
 @pytest.mark.parametrize(("engine", "size"), GROUPS)
 def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int) -> None:
     how = jobs_on(engine)
-    one, many = run(curves, "single", 1, "few" if how == "few" else ""), run(curves, engine, size, how)
+    one = run(curves, "single", 1, "few" if how == "few" else "")
+    many = run(curves, engine, size, how)
     assert many.keys() == {"": JOBS, "few": FEW}[how].keys() <= one.keys() <= JOBS.keys()
     assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(many, 1)
     statistics = many["torch wide_resnet"]
@@ -92,7 +93,8 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
 )
 def test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one(engine: str, size: int, job: str, way: str) -> None:
     """By SGD without clipping, which hides no gradient of another scale. More jobs are in the slow tests of each way."""
-    one, many = on_ranks("single", 1, "invariance:curve", job)[0], on_ranks(engine, size, "invariance:curve", f"{job} {way}")[0]
+    one = on_ranks("single", 1, "invariance:curve", job)[0]
+    many = on_ranks(engine, size, "invariance:curve", f"{job} {way}")[0]
     assert len(one["losses"]) == len(many["losses"]) == 4
     assert many["losses"] == pytest.approx(one["losses"], rel=1e-12) and many["val"] == pytest.approx(one["val"], rel=1e-12)
 
@@ -100,7 +102,8 @@ def test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one(engine: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:1])
 def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, engine: str) -> None:
-    one, unreduced = run(curves, "single", 1, "few"), on_ranks(engine, 2, "invariance:curves", engine, "unreduced")[0]
+    one = run(curves, "single", 1, "few")
+    unreduced = on_ranks(engine, 2, "invariance:curves", engine, "unreduced")[0]
     assert {"torch softmax, buckets", "numpy softmax", "torch mlp, buckets and micro-batches"} <= unreduced.keys()
     for job, curve in unreduced.items():
         assert np.abs(np.array(curve["losses"]) - np.array(one[job]["losses"])).max() > 1e-3, job

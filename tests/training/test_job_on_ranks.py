@@ -62,7 +62,8 @@ os.execv(sys.executable, [sys.executable, "-m", "hvdtrain", *sys.argv[3:]])
 @needs_mpirun
 def test_only_rank_0_sees_the_run_folder(tmp_path: Path) -> None:
     """No shared file system: the other rank has a disk of its own, where nothing is read or written."""
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     here.mkdir()
     there.mkdir()
     start = ["-c", ELSEWHERE, f"{here}", f"{there}"]

@@ -29,7 +29,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.norm, self.last = nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.first = nn.Linear(5, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
@@ -168,7 +170,8 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(5, 2)
-        self.fc.lora_A, self.fc.lora_B = nn.Parameter(torch.ones(1, 5)), nn.Parameter(torch.ones(2, 1))
+        self.fc.lora_A = nn.Parameter(torch.ones(1, 5))
+        self.fc.lora_B = nn.Parameter(torch.ones(2, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.fc(x) + x @ self.fc.lora_A.T @ self.fc.lora_B.T
@@ -190,7 +193,8 @@ def test_parameters_with_the_names_of_adapters_are_a_models_own(tmp_path: Path) 
 
 def test_what_is_trained_beside_adapters(adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing; what model.lora_train names; what model.weights_skip draws anew. A weight that the file lacks is not frozen in silence."""
-    weights, lora = f"model.weights={adapted.folder}", ["model.lora=['fc1']", "model.lora_rank=1"]
+    weights = f"model.weights={adapted.folder}"
+    lora = ["model.lora=['fc1']", "model.lora_rank=1"]
     for words, trained in (
         ([], set[str]()),
         (["model.lora_train=['*.bias']"], {"head.bias"}),  # not that of fc1

@@ -47,9 +47,11 @@ class LosesRanks(SingleProcessCommunicator):
 
 
 def make(communicator: Any) -> tuple[Job, TrainState, list[Event]]:
-    config, events = configure(None, WORDS), list[Event]()
+    config = configure(None, WORDS)
+    events = list[Event]()
     datasets = open_datasets(config)
-    start, learner = begin(config, datasets), build_learner(config, datasets.task, communicator)
+    start = begin(config, datasets)
+    learner = build_learner(config, datasets.task, communicator)
     job = make_job(
         config,
         datasets,

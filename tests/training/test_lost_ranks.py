@@ -86,7 +86,8 @@ def test_what_a_lost_rank_had_alone_comes_from_its_neighbour_or_the_newest_check
 @pytest.mark.ranks4
 def test_ranks_that_are_lost_while_the_others_form_their_group(tmp_path: Path) -> None:
     """torchdist: one when its loss keeps the group from being there, then one when it is there and nobody has used it."""
-    plan, run = "1 step 7, 2 _start_process_group 2, 0 split_groups 1", tmp_path / "run"
+    plan = "1 step 7, 2 _start_process_group 2, 0 split_groups 1"
+    run = tmp_path / "run"
     results = finish("torchdist", 4, arguments("numpy", run, "guard.lost=shrink", plan))
     check_end(run, "torchdist", 4, {0, 1, 2}, results, straight("numpy"))
     (loss,) = losses_of_ranks(run)

@@ -54,7 +54,8 @@ def test_a_lost_worker_costs_no_update(
     servers: int, bound: int | None, words: str, plan: str, restored: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_MCA_btl_sm_single_copy_mechanism", "none")  # a large message needs its sender to the end, as between hosts
-    run, said = tmp_path / "run", f"servers.count={servers} servers.bound={'none' if bound is None else bound}"
+    run = tmp_path / "run"
+    said = f"servers.count={servers} servers.bound={'none' if bound is None else bound}"
     (result,) = finish("mpi", 4, arguments("servers", run, f"guard.lost=shrink {said} {LOGGED} {words}", plan))
     assert result.returncode == DONE, result
     found = losses_of_ranks(run)

@@ -30,7 +30,8 @@ WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
 @needs_mpirun
 def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
     """The last of them gets the signal; the weights are those of one process that was never stopped."""
-    run, alone = tmp_path / "run", tmp_path / "alone"
+    run = tmp_path / "run"
+    alone = tmp_path / "alone"
     with Job(64, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}"], is_warm=True) as job:
         wait_until(lambda: steps(run) >= 10 or not job.is_running(), "64 ranks train", 600)
         assert job.is_running(), job.errors()
@@ -42,7 +43,8 @@ def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
     assert again.returncode == DONE, again
     assert main([*WORDS, f"run={alone}", f"stop.steps={end}"]) == DONE
     assert [event["ranks"] for event in events(run) if event["kind"] == "start"] == [64, 48]
-    of_many, of_one = weights(run, end), weights(alone, end)
+    of_many = weights(run, end)
+    of_one = weights(alone, end)
     assert of_many.keys() == of_one.keys() and of_one
     for name, values in of_one.items():
         np.testing.assert_allclose(of_many[name], values, rtol=1e-9, atol=1e-12, err_msg=name)

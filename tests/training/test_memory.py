@@ -20,7 +20,8 @@ SMALL = ["data.name=digits", "model.name=mlp", "model.widths=[40]", "max_steps=4
 
 
 def host(folder: Path, cgroup: str = "0::/\n") -> tuple[Path, Path]:
-    proc, cgroups = folder / "proc", folder / "cgroup"
+    proc = folder / "proc"
+    cgroups = folder / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(cgroup)
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
@@ -34,7 +35,8 @@ def test_ranks_share_the_free_memory_of_a_host(tmp_path: Path) -> None:
 
 def test_a_limit_of_private_memory_counts(tmp_path: Path) -> None:
     proc, cgroups = host(tmp_path)
-    former, limit = resource.getrlimit(resource.RLIMIT_DATA), 2**40
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = 2**40
     (proc / "self" / "status").write_text(f"VmSize:\t 9 kB\nVmData:\t {limit // 1024 - 3000} kB\n")
     resource.setrlimit(resource.RLIMIT_DATA, (limit, former[1]))
     try:

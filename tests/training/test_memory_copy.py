@@ -37,7 +37,9 @@ def held(number: int, *parts: tuple[int, list[int]]) -> Held:
 
 
 def test_the_newest_sync_point_of_which_all_parts_are_there() -> None:
-    at_4, later = (4, [0, 2]), (4, [0, 1])  # of ranks 0 and 1; rank 2 is lost
+    # of ranks 0 and 1; rank 2 is lost
+    at_4 = (4, [0, 2])
+    later = (4, [0, 1])
     assert newest([held(4, (3, [0, 2]), at_4), held(4, (3, [0, 1]), later)], in_parts=True) == 4
     assert newest([held(4, (3, [0, 2]), at_4), held(3, (3, [0, 1]))], in_parts=True) == 3, "rank 1 has not come to the newer one"
     assert newest([held(4, (3, [0, 2]), at_4)], in_parts=True) is None, "nobody has those of rank 1"

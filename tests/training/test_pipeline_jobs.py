@@ -78,7 +78,8 @@ def reference(known: dict[bool, dict[str, dict]], folder: Path, few: bool) -> di
 def test_every_pipeline_is_one_process(
     one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], words: list[str]
 ) -> None:
-    few, faulty = "few" in words, "faulty" in words
+    few = "few" in words
+    faulty = "faulty" in words
     for folder in ("one", "ranks"):
         (tmp_path / folder).mkdir()
     one_of = reference(one_process, tmp_path / "one", few)

@@ -32,7 +32,10 @@ class RecordingSource:
     """A source that is no array. It records each read and its thread, and calls before_read(samples) first."""
 
     def __init__(self, source: Any, before_read: Callable[[np.ndarray], Any] | None = None) -> None:
-        self.source, self.shape, self.classes, self.fields = source, source.shape, source.classes, source.fields
+        self.source = source
+        self.shape = source.shape
+        self.classes = source.classes
+        self.fields = source.fields
         self.before_read = before_read or (lambda samples: None)
         self.reads: list[list[int]] = []
         self.threads: set[str] = set()
@@ -66,7 +69,8 @@ def make(
 
 def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     """Digests of every array of each step; closes the prefetcher."""
-    progress, found = FIRST, []
+    progress = FIRST
+    found = []
     for _ in range(steps):
         hyper, micro_batches = prefetcher.take(progress)
         assert hyper.step == progress.step
@@ -130,7 +134,8 @@ def test_an_error_of_a_reader_is_raised_by_its_own_step() -> None:
 
 
 def test_a_stall_report_shows_the_reader_that_hangs() -> None:
-    reading, release = threading.Event(), threading.Event()
+    reading = threading.Event()
+    release = threading.Event()
 
     def hang(samples: np.ndarray) -> None:
         reading.set()
@@ -157,7 +162,8 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
     prefetcher, _ = make("data.ahead=3")
     plain, _ = make("data.ahead=0")
     for progress in (FIRST, Progress(50, 100, 7, 56), Progress(50, 100, 2, 16)):
-        ahead, now = prefetcher.take(progress).micro_batches[0].arrays["x"], plain.take(progress).micro_batches[0].arrays["x"]
+        ahead = prefetcher.take(progress).micro_batches[0].arrays["x"]
+        now = plain.take(progress).micro_batches[0].arrays["x"]
         assert np.array_equal(ahead.numpy(), now.numpy())
     prefetcher.close()
 

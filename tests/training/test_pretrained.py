@@ -70,7 +70,8 @@ def test_a_new_job_begins_with_them(kind: str, trained: Path, tmp_path: Path, ca
     run = tmp_path / "new"
     words = [*JOB.split(), "optim.base_lr=0", f"model.weights={path}"]
     hvdtrain.train({"run": str(run), "stop.steps": 1}, *words, "norm.kind=batch", "model.freeze=['norm*']")
-    found, said = weights_of(run), capsys.readouterr().out
+    found = weights_of(run)
+    said = capsys.readouterr().out
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], expected[name]) for name in found)
     assert f"weights {path}: {len(found)} of {len(found)} arrays are loaded" in said
@@ -138,7 +139,8 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.first = torch.nn.Linear(64, 64)
+        self.last = torch.nn.Linear(64, 64)
         self.last.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,9 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.norm, self.last = torch.nn.Linear(5, 4, bias=False), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.first = torch.nn.Linear(5, 4, bias=False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
@@ -297,7 +301,9 @@ def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
         net = Net().double()
         where = {"run": str(tmp_path / f"{steps}"), "stop.steps": steps}
         runs.append(hvdtrain.train(where, *words, model=net, train_data=data, val_data=data))
-    given, start, end = Net().double(), runs[0].weights, runs[1].weights
+    given = Net().double()
+    start = runs[0].weights
+    end = runs[1].weights
     a = torch.tensor(start["last.lora_A"], requires_grad=True)  # B is zero, so A does not move in the first step
     b = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     given.norm.eval()
@@ -457,7 +463,8 @@ INDEXES: list[tuple[Any, str]] = [
 
 def test_strange_files_are_read_right_or_refused(tmp_path: Path) -> None:
     """About 190 files: none ends with another exception than UserError, and none takes more memory than it has bytes."""
-    read, refused = 0, 0
+    read = 0
+    refused = 0
     for suffix, made in ((".pt", torch_files()), (".safetensors", safetensors_files())):
         for name, content in made:
             path = tmp_path / f"w{suffix}"

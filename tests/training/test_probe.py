@@ -28,10 +28,12 @@ CONFIG = configure(None, ["framework=numpy", "model.name=linear", "model.loss=sq
 class OfThree(SingleProcessCommunicator):
     """Rank 2 of three, with the losses of the others; it counts its collectives."""
 
-    rank, size = 2, 3
+    rank = 2
+    size = 3
 
     def __init__(self, *others: tuple[float, float]) -> None:
-        self.others, self.calls = others, 0
+        self.others = others
+        self.calls = 0
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         self.calls += 1

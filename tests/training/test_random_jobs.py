@@ -34,7 +34,8 @@ def test_drawn_jobs_are_equal_to_one_process_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
-    refused, seen = 0, set[str]()
+    refused = 0
+    seen = set[str]()
     for seed in range(100, 130):
         job = draw(seed, Limits())
         assert job == draw(seed, Limits())

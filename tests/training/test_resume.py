@@ -26,7 +26,8 @@ from hvdtrain.data.sampler import indices
 from hvdtrain.training.checkpoint import files
 
 pytestmark = pytest.mark.faults
-SIZES, FRAMES = (1, 2, 4), ("torch", "numpy", "jax")
+SIZES = (1, 2, 4)
+FRAMES = ("torch", "numpy", "jax")
 ROUNDING = 1e-12
 PATH = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])
 
@@ -43,7 +44,8 @@ class Jobs:
     """Runs jobs, and keeps what they left by their run folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, dict[str, Run]()
+        self.folder = folder
+        self.runs = dict[str, Run]()
 
     def start(self, size: int, plan: dict[str, list[Work]]) -> None:
         """One start of MPI, or of one process, for all jobs of all engines on so many ranks."""
@@ -239,7 +241,8 @@ def test_a_job_in_parts_goes_on_with_other_parts_ranks_and_engine(
     words = [*["data.name=digits", "model.name=mlp", "optim.name=sgd", "optim.base_lr=0.05", "optim.clip_norm=1", "batch.size=31"]]
     words += [*["speed.precision=fp64", "log.every_s=60", "comm.bucket_mb=0.01", "recipe.schedule=constant", "recipe.warmup=0"]]
     words += [f"framework={framework}"]
-    one, chain = tmp_path / "one", tmp_path / "chain"
+    one = tmp_path / "one"
+    chain = tmp_path / "chain"
     assert python(["-m", "hvdtrain", f"run={one}", *words, f"stop.steps={30 * len(starts)}"]).returncode == 0
     for place, (size, engine, parts) in enumerate(starts, start=1):
         place_words = [f"comm.engine={engine}", *parts.split(), f"stop.steps={30 * place}"]
@@ -255,7 +258,8 @@ def test_a_job_in_parts_goes_on_with_other_parts_ranks_and_engine(
 def moved(stopped: Path, run: Path, **changes: Any) -> Path:
     """The newest checkpoint in a new run folder, with other arrays or another state of training."""
     newest = files.finished(stopped)[-1]
-    found, arrays = files.read_numbers(newest), changes.pop("arrays", files.read_arrays(newest, ROOM))
+    found = files.read_numbers(newest)
+    arrays = changes.pop("arrays", files.read_arrays(newest, ROOM))
     run.mkdir(exist_ok=True)
     files.write(run, replace(found.train_state, **changes), arrays, found.identity)
     return run
@@ -265,7 +269,8 @@ def test_the_comparison_notices_lost_optimizer_state_and_samples_that_are_read_t
     def run(folder: Path, stop: Stop | None = None) -> Run:
         return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()))
 
-    straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped", Stop("train", 7, 0))
+    straight = run(tmp_path / "straight")
+    stopped = run(tmp_path / "stopped", Stop("train", 7, 0))
     no_state = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
     cases = {"whole": {}, "optimizer state": {"arrays": no_state}, "samples": {"progress": Progress(157, 471, 8, 278)}}
     cells = {name: Cell(straight, stopped, run(moved(tmp_path / "stopped", tmp_path / name, **changes))) for name, changes in cases.items()}

@@ -16,7 +16,9 @@ from ranks import FULL, needs_mpirun
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.training.checkpoint import files
 
-EVERY, END = 4, 14  # steps; the first two of three parts go two steps beyond what is kept
+# steps; the first two of three parts go two steps beyond what is kept
+EVERY = 4
+END = 14
 ALL = "speed.precision=fp64 optim.name=sgd epochs=null log.every_steps=1 checkpoint.keep_last=9"
 SHAPES = "data.name=own_data:shapes task.name=segmentation task.ignore_label=255 batch.size=7 model.name=unet model.widths=[4,6]"
 CLASSES = "data.name=own_data:partly_labelled task.top_k=2 task.ignore_label=-1 batch.size=31 evaluate.every_steps=3"
@@ -62,13 +64,15 @@ def numbers(run: Path) -> dict[tuple[str, int], dict[str, float | None]]:
 @pytest.mark.parametrize("job", JOBS)
 def test_a_job_that_goes_on_with_more_ranks_ends_as_one_that_did_not_stop(job: str, tmp_path: Path) -> None:
     words = f"{ALL} {JOBS[job]}".split()
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    straight = tmp_path / "straight"
+    parts = tmp_path / "parts"
     went(words, straight, END, 1)
     for ranks, steps in ((1, EVERY + 2), (2, 2 * EVERY + 2), (3, END)):
         went(words, parts, steps, ranks)
     starts = [event for event in map(json.loads, (parts / "events.jsonl").read_text().splitlines()) if event["kind"] == "start"]
     assert [(event["ranks"], event["step"]) for event in starts] == [(1, 0), (2, EVERY), (3, 2 * EVERY)]
-    expected, found = numbers(straight), numbers(parts)
+    expected = numbers(straight)
+    found = numbers(parts)
     extra = {("epoch", EVERY + 2), ("epoch", 2 * EVERY + 2)} - expected.keys()  # evaluations where a part ended
     assert found.keys() - extra == expected.keys() and ("epoch", END) in expected
     for key, values in expected.items():

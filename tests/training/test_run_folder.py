@@ -97,7 +97,8 @@ def test_a_run_folder_without_a_marker_goes_on() -> None:
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_a_link_in_a_run_folder_is_refused(name: str) -> None:
-    run, outside = make("run=run"), Path("outside").absolute()
+    run = make("run=run")
+    outside = Path("outside").absolute()
     outside.touch() if name in FILES else outside.mkdir()
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside)

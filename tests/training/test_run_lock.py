@@ -46,7 +46,8 @@ class At(Heartbeat):
 
     def __init__(self, beat: int, action: Callable[[], None]) -> None:
         super().__init__()
-        self._at, self._action = beat, action
+        self._at = beat
+        self._action = action
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         super().beat(phase, epoch, step)
@@ -169,7 +170,9 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(run: Path) -> None:
     gone = ended_process()
     for _ in range(5):
         write(run, gone)
-        locks, held, refused = [new_lock() for _ in range(12)], list[RunLock](), list[UserError]()
+        locks = [new_lock() for _ in range(12)]
+        held = list[RunLock]()
+        refused = list[UserError]()
 
         def take(run_lock: RunLock, held: list[RunLock] = held, refused: list[UserError] = refused) -> None:
             try:
@@ -200,7 +203,8 @@ def test_a_claim_that_a_crash_left_holds_nobody_up(run: Path) -> None:
 
 def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three that wait for a dead one's claim, one removes it, and the next makes its own: the third may not remove that."""
-    now_s, claim = [0.0], run / ".lock-token"
+    now_s = [0.0]
+    claim = run / ".lock-token"
     claim.touch()
 
     def sleep(seconds: float) -> None:
@@ -278,7 +282,8 @@ def is_one_job(run: Path) -> bool:
 @pytest.mark.parametrize("pairs", [1, pytest.param(50 if FULL else 2, marks=pytest.mark.slow)])
 def test_two_jobs_never_mix(tmp_path: Path, pairs: int) -> None:
     """The second one is refused, or it waits and finds a job that is over; the run is that of one job."""
-    chance, codes = random.Random(pairs), list[tuple[int, int]]()
+    chance = random.Random(pairs)
+    codes = list[tuple[int, int]]()
     for pair in range(pairs):
         run = tmp_path / f"run-{pair}"
         words = ["epochs=60", "log.every_steps=2", "checkpoint.every_steps=8"]
@@ -355,7 +360,8 @@ def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(run: Path,
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
 def test_a_run_folder_that_is_gone_ends_the_job_and_is_never_recreated(tmp_path: Path, long_job: Job, how: str) -> None:
-    run, there = tmp_path / "r", tmp_path / "there"
+    run = tmp_path / "r"
+    there = tmp_path / "there"
     pid = holder_of(run).pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: is_stopped(pid), "no thread of it writes")

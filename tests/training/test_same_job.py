@@ -72,10 +72,12 @@ def test_a_job_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
 class Third(SingleProcessCommunicator):
     """The last rank of four; `others` is what the others exchange."""
 
-    rank, size = 3, 4
+    rank = 3
+    size = 4
 
     def __init__(self, *others: Any) -> None:
-        self.others, self.sent = others, list[Any]()
+        self.others = others
+        self.sent = list[Any]()
 
     def allgather_object(self, thing: Any) -> list[Any]:
         self.sent.append(thing)

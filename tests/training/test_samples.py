@@ -36,7 +36,8 @@ IMAGES = ["data.name=image_tokens", "data.colours=4", "data.side=4", *MODEL, "mo
 
 def images_of(path: Path, side: int) -> np.ndarray:
     """The images of a strip of up to 16, uint8 (n, side, side)."""
-    page, factor = np.asarray(Image.open(path)), 64 // side
+    page = np.asarray(Image.open(path))
+    factor = 64 // side
     return np.stack([page[:64:factor, left : left + 64 : factor] for left in range(0, page.shape[1], 66)])
 
 
@@ -69,8 +70,10 @@ def test_texts_begin_with_the_first_character_of_the_validation_text(tmp_path: P
 
 def test_a_full_disk_costs_the_picture_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configure(None, [*IMAGES, "log.samples=2"])
-    datasets, emitted = open_datasets(config), list[Event]()
-    learner, now = build_learner(config, datasets.task, SingleProcessCommunicator()), begin(config, datasets)
+    datasets = open_datasets(config)
+    emitted = list[Event]()
+    learner = build_learner(config, datasets.task, SingleProcessCommunicator())
+    now = begin(config, datasets)
 
     def no_room(run: Path) -> Folder:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -57,7 +57,10 @@ class SavedRun:
     """A saver with its run folder, its clock, its learner and its events."""
 
     def __init__(self, run: Path, **config: object) -> None:
-        self.run, self.clock, self.learner, self.events = run, Clock(), CountingLearner(), list[Event]()
+        self.run = run
+        self.clock = Clock()
+        self.learner = CountingLearner()
+        self.events = list[Event]()
         settings = CheckpointConfig(**{"every_minutes": None, "keep_last": 9, **config})  # type: ignore[arg-type]
         self.saver = Saver(run, settings, IDENTITY, Log([self.events.append]), self.clock)
 
@@ -94,7 +97,8 @@ def test_the_interval_follows_from_what_a_checkpoint_costs(tmp_path: Path) -> No
     job.synchronize(2, 3)
     assert job.steps() == [2]
     (event,) = job.events
-    pause_s, whole_s = event.fields["pause_s"], event.fields["pause_s"] + event.fields["write_s"]
+    pause_s = event.fields["pause_s"]
+    whole_s = event.fields["pause_s"] + event.fields["write_s"]
     assert event.fields["every_s"] == pytest.approx(max(optimal_interval_s(pause_s, 24 * 3600), 10 * whole_s, 10.0), abs=0.1)
     (line,) = event.fields["lines"]
     assert line.startswith("checkpoint every ") and line.endswith("a fault every 24 h (0 so far)")
@@ -127,7 +131,9 @@ def test_at_the_end_of_an_epoch_once(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write waits until the state has been changed behind its back: what is on the disk is the state of the call."""
-    free, writing, open_file = threading.Event(), threading.Event(), os.open
+    free = threading.Event()
+    writing = threading.Event()
+    open_file = os.open
 
     def slow(*arguments: Any, **more: Any) -> int:
         if threading.current_thread().name == "checkpoint":
@@ -153,7 +159,8 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
 
 
 def test_a_write_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, open_file = threading.Event(), os.open
+    free = threading.Event()
+    open_file = os.open
 
     def slow(*arguments: Any, **more: Any) -> int:
         assert threading.current_thread().name != "checkpoint" or free.wait(300)
@@ -240,7 +247,8 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
 class LostInTheSecondSum(SingleProcessCommunicator):
     """Of two ranks, of which the other one ends."""
 
-    size, sums = 2, 0
+    size = 2
+    sums = 0
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         self.sums += 1
@@ -252,7 +260,8 @@ class LostInTheSecondSum(SingleProcessCommunicator):
 def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer waits for the part, until somebody notices; rank 0 would wait for its writer."""
     monkeypatch.setattr(checkpoints, "LOOK_S", 0.01)
-    job, given_up = SavedRun(tmp_path, every_steps=4), threading.Event()
+    job = SavedRun(tmp_path, every_steps=4)
+    given_up = threading.Event()
     job.learner.is_sharded = True  # type: ignore[attr-defined]
     ranks = LostInTheSecondSum()
     beats = Heartbeat()
@@ -272,7 +281,8 @@ def test_the_last_checkpoint_may_take_any_time_while_bytes_come_to_the_disk(tmp_
     monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
 
     def finish(communicator: ThreadRank) -> int:
-        beats, job = Heartbeat(), SavedRun(tmp_path)
+        beats = Heartbeat()
+        job = SavedRun(tmp_path)
         job.learner.is_sharded = False  # type: ignore[attr-defined]
         saver = None if communicator.rank else job.saver
         of_rank = Checkpoints(communicator, job.learner, tmp_path, 2**20, saver, go_on=beats.go_on)  # type: ignore[arg-type]

@@ -31,7 +31,9 @@ class Simulation:
     """The first server, rank 0, with workers of which the last one is slow; some arrive at any time."""
 
     def __init__(self, workers: int, bound: int | None, seed: int, tickets: int = 60) -> None:
-        self.draw, self.bound, self.order = random.Random(seed), bound, Order(bound)
+        self.draw = random.Random(seed)
+        self.bound = bound
+        self.order = Order(bound)
         self.workers = list(range(1, 1 + workers))
         self.computing: set[int] = set()
         self.whole: dict[int, int] = {}  # worker -> the ticket of the gradient that it has
@@ -64,7 +66,8 @@ class Simulation:
         servers = Report(0, window.first + len(window.updates), outstanding=window.reads)
         how = go_on_from([servers, *(Report(worker, held=self.whole.get(worker)) for worker in left)], servers=1)
         assert how is not None and len(how.sent_again) + len(how.given_again) == len(window.reads)
-        self.workers, self.computing = [how.ranks[worker] for worker in left], set()
+        self.workers = [how.ranks[worker] for worker in left]
+        self.computing = set()
         self.whole = {how.ranks[worker]: ticket for worker, ticket in self.whole.items() if worker != lost}
         self.order = Order(self.bound)
         self.order.begin(window._replace(reads=how.sent_again))
@@ -104,7 +107,8 @@ def test_a_lost_worker_loses_no_update(bound: int | None) -> None:
 
 def test_what_the_others_go_on_from() -> None:
     reads = {2: Outstanding(14, 10), 3: Outstanding(12, 11), 4: Outstanding(15, 11)}
-    first, second = Report(0, 13, outstanding=reads), Report(1, 13, outstanding={})
+    first = Report(0, 13, outstanding=reads)
+    second = Report(1, 13, outstanding={})
     workers = [Report(2, held=14), Report(4, held=11)]  # 3 is lost; 4 computes the next gradient, 11 is one that an update was made from
     ranks = {0: 0, 1: 1, 2: 2, 4: 3}
     assert go_on_from([first, second, *workers], 2) == GoOn(13, ranks, {2: Outstanding(14, 10)}, [12, 15])
@@ -138,7 +142,8 @@ class LostRanks(SingleProcessCommunicator):
 
 
 def test_servers_make_an_update_all_or_none() -> None:
-    group, worlds = ThreadRanks(3), [LostRanks() for _ in range(3)]
+    group = ThreadRanks(3)
+    worlds = [LostRanks() for _ in range(3)]
     made: list[list[str]] = [[], [], []]
 
     def serve(rank: int) -> str:
@@ -187,7 +192,8 @@ def test_servers(one_process: dict, engine: str, servers: int, workers: int, wor
         assert np.abs(difference).max() > 1e-3, "a gradient that is left out is noticed"
     assert found["one ticket"]["ages"] == {"0": 6} and found["one ticket"]["count"] == 6 * 16, "workers without one meet the others"
     for bound, job in found["stale"].items():
-        ages, made = Counter({int(age): n for age, n in job["ages"].items()}), job["workers"]
+        ages = Counter({int(age): n for age, n in job["ages"].items()})
+        made = job["workers"]
         assert ages.total() == job["steps"] == 80 and job["count"] == 80 * 16
         assert min(made.values()) >= 2 and made[str(servers)] > made[str(servers + workers - 1)], (bound, made)
         most = workers * 80 if bound == "none" else int(bound)
@@ -227,7 +233,8 @@ def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engi
 
 
 def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
-    header, updates = Header(2, 3, 1, 0), [WorkerUpdate(ticket, n % 3, 2 + ticket % 2) for n, ticket in enumerate((1, 0, 2, 4, 3))]
+    header = Header(2, 3, 1, 0)
+    updates = [WorkerUpdate(ticket, n % 3, 2 + ticket % 2) for n, ticket in enumerate((1, 0, 2, 4, 3))]
     log = UpdateLog(tmp_path, header)
     log.append(updates[:2])
     log.append(updates[2:])

@@ -81,7 +81,9 @@ def test_a_cut_lies_in_stretches_of_the_whole() -> None:
 @pytest.mark.parametrize("several_hosts", [False, True])
 def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, several_hosts: bool) -> None:
     def columns(rank: int) -> list[Piece]:
-        cut, name = Cut(1, 1, 5, rank), "s.body.weight.0"  # one column of five
+        # one column of five
+        cut = Cut(1, 1, 5, rank)
+        name = "s.body.weight.0"
         part = whole(name, cut.of(STATE[name]).reshape(-1))
         column = part._replace(shape=STATE[name].shape, is_whole=False, is_mine=True, cut=cut)
         return [column if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
@@ -92,7 +94,8 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, sever
     def of_rank(rank: int) -> Parts:
         return Parts(columns(rank), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts)
 
-    run, name = tmp_path / "columns", files.unfinished_name(3, "0123456789abcdef")
+    run = tmp_path / "columns"
+    name = files.unfinished_name(3, "0123456789abcdef")
     run.mkdir()
     threads = [threading.Thread(target=other, args=(rank,)) for rank in range(1, 5)]
     for thread in threads:
@@ -112,7 +115,8 @@ def parts(rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = Fa
 def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE, several_hosts: bool = False) -> Path:
     """By rank 0 in this thread, and by the others in threads; `other`: what they do instead."""
     run.mkdir()
-    name, is_over = files.unfinished_name(3, "0123456789abcdef"), threading.Event()
+    name = files.unfinished_name(3, "0123456789abcdef")
+    is_over = threading.Event()
     does = other or (lambda rank: write_parts(parts(rank, ranks, state, several_hosts), run, name, is_over.is_set))
     threads = [threading.Thread(target=does, args=(rank,)) for rank in range(1, ranks)]
     for thread in threads:
@@ -130,7 +134,8 @@ def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, sta
 def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "alone").mkdir()
     alone = files.write(tmp_path / "alone", NOW, STATE, IDENTITY)
-    one, many = write(tmp_path / "one", 1), write(tmp_path / "many", ranks)
+    one = write(tmp_path / "one", 1)
+    many = write(tmp_path / "many", ranks)
     assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
     assert all((alone / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
     for mapped in (True, False):
@@ -142,7 +147,9 @@ class NfsClients:
     """os.pwrite as clients of NFS may do it: whole pages are written, in which all but the rank's own bytes are as the file began."""
 
     def __init__(self, page_bytes: int) -> None:
-        self._page_bytes, self._pwrite, self._lock = page_bytes, os.pwrite, threading.Lock()
+        self._page_bytes = page_bytes
+        self._pwrite = os.pwrite
+        self._lock = threading.Lock()
         self._first: dict[str, bytes] = {}  # by the file's path: an inode is used again after a write that failed
         self._pages: dict[tuple[threading.Thread, str], bytearray] = {}  # by the thread, which is a host of its own, and the file
 
@@ -319,7 +326,8 @@ class Wrong(Parts):
     ("more", "words"), [(ByteSum(0, 1), "were not written, or not by one rank"), (ByteSum(1, 0), "are not what was written")]
 )
 def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path, more: ByteSum, words: str) -> None:
-    run, name = tmp_path / "run", files.unfinished_name(3, "0123456789abcdef")
+    run = tmp_path / "run"
+    name = files.unfinished_name(3, "0123456789abcdef")
     with pytest.raises(OSError, match=f"bytes of weights.safetensors {words}"):
         write(run, 2, lambda _: write_parts(Wrong(more), run, name, lambda: False))
     assert list((run / "checkpoints").iterdir()) == []
@@ -348,8 +356,10 @@ def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: P
     """Of columns each row of a matrix is a stretch."""
     sizes = []
     for rows in (2, 3000):
-        run, name = tmp_path / str(rows), files.unfinished_name(3, "0123456789abcdef")
-        cut, array = Cut(1, 1, 2, 1), np.arange(rows * 4.0).reshape(rows, 4)
+        run = tmp_path / str(rows)
+        name = files.unfinished_name(3, "0123456789abcdef")
+        cut = Cut(1, 1, 2, 1)
+        array = np.arange(rows * 4.0).reshape(rows, 4)
         part = whole("s.w.0", cut.of(array).reshape(-1))
         column = part._replace(shape=array.shape, is_whole=False, is_mine=True, cut=cut)
         of_rank = Parts([column], files.ARRAYS, files.file_of, 1)
@@ -362,7 +372,8 @@ def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: P
 
 def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: Path) -> None:
     """Rank 0 waits for it: a checkpoint that all have written is not lost."""
-    run, name = tmp_path / "run", files.unfinished_name(3, "0123456789abcdef")
+    run = tmp_path / "run"
+    name = files.unfinished_name(3, "0123456789abcdef")
     is_over = threading.Event()
 
     class LastOne(Parts):
@@ -377,7 +388,9 @@ def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: P
 
 def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CLOSING_S", 0.2)
-    name, is_over, of_rank = files.unfinished_name(3, "0123456789abcdef"), threading.Event(), parts(1, 2)
+    name = files.unfinished_name(3, "0123456789abcdef")
+    is_over = threading.Event()
+    of_rank = parts(1, 2)
     with Folder.make(tmp_path, "checkpoints", name) as folder:
         WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)
         thread = threading.Thread(target=write_parts, args=(of_rank, tmp_path, name, is_over.is_set))
@@ -402,7 +415,8 @@ def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], rank
 def test_every_flipped_bit_and_every_missing_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**6)
-    folder, random = write(tmp_path / "run", 3), np.random.default_rng(1)
+    folder = write(tmp_path / "run", 3)
+    random = np.random.default_rng(1)
     names = sorted(path.name for path in folder.iterdir())
     chunks = [f"{file}.chunks" for file in files.ARRAYS]
     assert names == sorted(["SHA256SUMS", *files.ARRAYS, *chunks, "progress.json"])
@@ -461,7 +475,9 @@ class SlowRank:
     """
 
     def __init__(self, run: Path, moves: bool) -> None:
-        self._run, self._moves, self.now_s = run, moves, 0
+        self._run = run
+        self._moves = moves
+        self.now_s = 0
 
     def __call__(self) -> float:
         self.now_s += 10
@@ -481,7 +497,8 @@ def test_a_rank_may_write_for_any_time_and_is_named_where_it_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
     monkeypatch.setattr(shards, "LOOK_S", 0.0)
-    run, clock = tmp_path / "run", SlowRank(tmp_path / "run", moves)
+    run = tmp_path / "run"
+    clock = SlowRank(tmp_path / "run", moves)
     run.mkdir()
     written = WrittenByAll(parts(0, 2), [1], ["n1", "n2"], files.unfinished_name(3, "0123456789abcdef"), clock=clock)
     if moves:
@@ -499,7 +516,8 @@ def test_a_rank_tells_of_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shared_file, "SYNC_BYTES", 2**17)
     monkeypatch.setattr(shared_file, "PIECE_BYTES", 2**16)
     of_rank_0 = WrittenByAll(parts(0, 1, LARGE), [], ["n1"], "")
-    synced, fsync = list[int](), os.fsync
+    synced = list[int]()
+    fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(handle) or fsync(handle))
     told = list[int]()
     with Folder.open(tmp_path) as folder:

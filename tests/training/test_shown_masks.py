@@ -39,7 +39,8 @@ def tiles_of(page: np.ndarray, samples: int, side: int) -> np.ndarray:
 
 
 def test_each_pixel_has_the_colour_of_its_class() -> None:
-    data, random = own_data.shapes("val"), np.random.default_rng(1)
+    data = own_data.shapes("val")
+    random = np.random.default_rng(1)
     said = random.integers(0, 3, (2, 16, 16))
     page = picture(Masks(np.array([3, 4]), data["x"][3:5], data["y"][3:5], said, 255))
     images, true, model = tiles_of(page, 2, 16).transpose(1, 0, 2, 3, 4)

@@ -24,7 +24,8 @@ JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12
 
 
 def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    heartbeat, now = Heartbeat(), [100.0]
+    heartbeat = Heartbeat()
+    now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for phase, seconds, step in [
         ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),
@@ -53,7 +54,8 @@ class Kept:
 
 def after_two_steps(first_s: float, second_s: float, *arguments: str) -> list[Event]:
     """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,898 steps are left after its second one."""
-    kept, clock = Kept(), iter([5.0, 5.0 + first_s, 5.0 + first_s + second_s])
+    kept = Kept()
+    clock = iter([5.0, 5.0 + first_s, 5.0 + first_s + second_s])
     first_step = FirstStep(configure(None, arguments), Log([kept]), lambda: next(clock))
     for step in (100, 101, 102, 103, 104):  # the clock is read three times
         first_step.before_step(Progress(6400, 128_000, step, 64 * step))

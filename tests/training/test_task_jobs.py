@@ -86,7 +86,8 @@ def test_a_resumed_job_is_the_straight_one_to_the_last_bit(
     monkeypatch.chdir(tmp_path)
     more = ["epochs=2", "log.every_steps=3", "model.name=linear" if words is NUMBERS else "model.layers=1"]
     assert main([*words, *more, "run=straight"]) == 0
-    said, step = capsys.readouterr().out, events(tmp_path / "straight", "step")[0]
+    said = capsys.readouterr().out
+    step = events(tmp_path / "straight", "step")[0]
     if words is TOKENS:  # 31 windows of 8 tokens a step at most, those of padding are not counted
         assert step["samples_per_s"] < step["tokens_per_s"] < 8 * step["samples_per_s"]
         assert "epoch  seconds  epoch s  tokens/s  train loss" in said

@@ -70,7 +70,8 @@ def test_a_stopwatch_measures_from_data_to_the_end_and_nothing_without_data() ->
 class Three(SingleProcessCommunicator):
     """Rank 1 of three, whose neighbours' rows of log.step_times are given."""
 
-    rank, size = 1, 3
+    rank = 1
+    size = 3
 
     def __init__(self, others: list[np.ndarray]) -> None:
         self.others = others
@@ -247,7 +248,9 @@ def test_where_lower_is_better_targets_patience_and_the_best_follow() -> None:
 def test_patience_counts_evaluations_in_a_row_without_a_better_one(better: Any, min_delta: float, values: Any, in_a_row: Any) -> None:
     """By hand, as EarlyStopping of Keras and Lightning: only a value that is better by more than min_delta is the next to beat."""
     config = configure(None, ["stop.patience=2", f"stop.min_delta={min_delta}"])
-    now, found, reasons = TrainState(Progress(10, 300), objective="quality", better=better), [], []
+    now = TrainState(Progress(10, 300), objective="quality", better=better)
+    found = []
+    reasons = []
     for epoch, value in enumerate(values, start=1):
         now = replace(now, progress=Progress(10, 300, epoch, 10 * epoch)).after_evaluation(value, None, 1.0, min_delta)
         now = from_json(json.loads(json.dumps(to_json(now))))  # resumed
@@ -265,7 +268,8 @@ def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
     now = [0.0]
     counters = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0])
     meter = EnergyMeter(counters, 0, lambda: now[0])
-    due, watts = [], []
+    due = []
+    watts = []
     for _ in range(6):
         now[0] += 0.25
         sums = meter.sync_sums()
@@ -390,7 +394,8 @@ def documented() -> dict[str, dict[str, bool]]:
 
 
 def check_documented(emitted: Iterable[dict[str, Any]]) -> set[str]:
-    kinds, seen = documented(), set()
+    kinds = documented()
+    seen = set()
     for event in emitted:
         fields = kinds[event["kind"]]
         names = event.keys() - {"time", "kind", "step"}

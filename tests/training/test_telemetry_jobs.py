@@ -55,10 +55,12 @@ def joule_a_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         zone / "energy_uj": lambda: f"{10**6 * Metered.steps}",
         zone / "max_energy_range_uj": lambda: "262143328850",
     }
-    read_text, glob = Path.read_text, Path.glob
+    read_text = Path.read_text
+    glob = Path.glob
     monkeypatch.setattr(Path, "read_text", lambda path, *more, **options: files.get(path, lambda: read_text(path, *more, **options))())
     monkeypatch.setattr(Path, "glob", lambda path, pattern: iter([zone]) if path == POWERCAP else glob(path, pattern))
-    Metered.steps, Metered.before_step = 0, lambda step: 1.0
+    Metered.steps = 0
+    Metered.before_step = lambda step: 1.0
     yield
     del Metered.before_step
 
@@ -114,7 +116,9 @@ class Idle:
 def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None:
     now = [100.0]
     counters = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 50.0 * now[0])]}, lambda: now[0])
-    meter, train_state, watts = EnergyMeter(counters, 0, lambda: now[0]), TrainState(Progress(10, 20)), []
+    meter = EnergyMeter(counters, 0, lambda: now[0])
+    train_state = TrainState(Progress(10, 20))
+    watts = []
     telemetry = Telemetry(SingleProcessCommunicator(), Idle(), meter, ["n1"], Log([]))  # type: ignore[arg-type]
     for step in range(4):
         now[0] += 0.7

@@ -121,7 +121,8 @@ def test_a_job_stops_without_a_better_evaluation_and_goes_on_with_more_patience(
     assert main([*words, "epochs=2"]) == 0
     assert "done (epochs=2)" in capsys.readouterr().out
     assert main(["resume=out", "epochs=9"]) == 0
-    said, found = capsys.readouterr().out, events(Path("out"), "epoch")
+    said = capsys.readouterr().out
+    found = events(Path("out"), "epoch")
     assert [round(e["epochs"]) for e in found] == [1, 2, 3, 4]
     best = f"{found[0]['val_accuracy']:.4f}"
     assert f"done (stop.patience=3: 3 evaluations without a better accuracy than {best}): validation accuracy {best}" in said
@@ -217,7 +218,8 @@ def test_what_says_where_a_job_runs_needs_no_asking(capsys: pytest.CaptureFixtur
 
 def test_with_local_steps_sync_points_decide_what_is_learned() -> None:
     """The ranks average their weights there, too."""
-    found, now = [Change("checkpoint.every_steps", 20, 30), Change("guard.stall_s", 300, 60)], TrainState(Progress(1437, 2874, 20, 1280))
+    found = [Change("checkpoint.every_steps", 20, 30), Change("guard.stall_s", 300, 60)]
+    now = TrainState(Progress(1437, 2874, 20, 1280))
     refuse_another_job(found, configure(None, []), Path("r"), now)
     with pytest.raises(UserError, match="^r holds another job: checkpoint.every_steps is 20 there, 30 here\n"):
         refuse_another_job(found, configure(None, ["comm.local_steps=3"]), Path("r"), now)
@@ -387,7 +389,8 @@ def test_numbers_that_are_none_are_null_in_the_events() -> None:
 def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
     config = configure(None, ["batch.size=31", "batch.micro=4", "data.sampling=partition"])
     for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
-        p, counts = Progress(1437, 99999, 7, start), []
+        p = Progress(1437, 99999, 7, start)
+        counts = []
         for rank in range(3):
             communicator = SingleProcessCommunicator()
             communicator.rank, communicator.size = rank, 3  # type: ignore[misc]
@@ -401,7 +404,8 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
 
 
 def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
-    config, p = configure(None, ["batch.size=10"]), Progress(1437, 99999, 7, 1430)
+    config = configure(None, ["batch.size=10"])
+    p = Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
         rows = split_step(config, p, batch, 10, SingleProcessCommunicator())
         assert [len(part.samples) for part in rows] == lengths
@@ -412,7 +416,8 @@ def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
 @pytest.mark.parametrize("sampling", ["global", "partition"])
 def test_a_pass_of_a_grown_batch_has_the_same_samples_on_any_number_of_ranks(sampling: str) -> None:
     """The passes of one process are the contiguous parts of the step; on several ranks each has a share of each, and none has none."""
-    config, p = configure(None, ["batch.size=8", f"data.sampling={sampling}"]), Progress(1437, 99999, 7, 1430)
+    config = configure(None, ["batch.size=8", f"data.sampling={sampling}"])
+    p = Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((8, [8]), (30, [8, 8, 7, 7]), (9, [5, 4])):  # 1437 - 1430 = 7 are of the epoch before
         stream = indices(1430, batch, 0, 1, 1437, config.seed)
         for size in (1, 2, 3, 8):

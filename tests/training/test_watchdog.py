@@ -235,7 +235,9 @@ def test_a_report_that_fails_does_not_keep_the_job() -> None:
 
 
 def test_idle_seconds_of_a_process_that_slept() -> None:
-    idle, clock = IdleTime(most_s=1.0), [10.0, 10.5, 11.0, 999.0, 999.5]  # asleep between the third look and the fourth
+    # asleep between the third look and the fourth
+    idle = IdleTime(most_s=1.0)
+    clock = [10.0, 10.5, 11.0, 999.0, 999.5]
     seen = []
     for now_s in clock:
         idle.update(7, now_s)
@@ -309,7 +311,8 @@ def in_pipeline(rank: int, doing: str, waits_for: int | None = None) -> Report:
 
 
 def test_report_of_a_pipeline_names_the_rank_that_others_wait_for() -> None:
-    first, last = "backward pass of micro-batch 1 in stage 0, waits for stage 1", "backward pass of micro-batch 1 in stage 1"
+    first = "backward pass of micro-batch 1 in stage 0, waits for stage 1"
+    last = "backward pass of micro-batch 1 in stage 1"
     received = [in_pipeline(0, first, 2), in_pipeline(1, first, 3), in_pipeline(2, last), in_pipeline(3, f"{last}, waits for stage 0", 1)]
     lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
     assert lines[1] == "behind (others wait for their messages, and they in another collective):"

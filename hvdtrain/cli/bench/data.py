@@ -88,7 +88,8 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
 
 def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int) -> dict[str, Callable[[], None]]:
     """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples of `steps` steps."""
-    samples, shuffle = len(trainer.datasets.train), block_shuffle(trainer.job.config.data)
+    samples = len(trainer.datasets.train)
+    shuffle = block_shuffle(trainer.job.config.data)
     order = positions_of_rank(0, samples, 0, 1, samples, 0, shuffle=shuffle).samples
     hyper, micro_batches = trainer.prefetcher.prepare(trainer.now.progress)
     learner: Any = trainer.job.learner

@@ -112,9 +112,12 @@ def measure(config: Config, communicator: Communicator, signals: Signals, least:
     trainer = Trainer(config, communicator, signals)
     for line in _begin(trainer, communicator):
         print(f"lr-find: {line.strip()}", file=sys.stderr, flush=True)
-    job, progress = trainer.job, trainer.now.progress
+    job = trainer.job
+    progress = trainer.now.progress
     scale = scaling(config.recipe.scale, job.config.batch.size, base_batch(job.config))
-    rates, losses, recent = list[float](), list[float](), list[float]()
+    rates = list[float]()
+    losses = list[float]()
+    recent = list[float]()
     for number in range(steps):
         rate = least * (config.optim.base_lr / least) ** (number / (steps - 1))
         hyper, micro_batches = job.prefetcher.take(progress)
@@ -135,7 +138,9 @@ def measure(config: Config, communicator: Communicator, signals: Signals, least:
 
 def _begin(trainer: Trainer, communicator: Communicator) -> list[str]:
     """Gives the model a job's first weights: of samples, or pretrained ones. Lines for the user, on rank 0. A collective."""
-    job, datasets, learner = trainer.job, trainer.datasets, trainer.job.learner
+    job = trainer.job
+    datasets = trainer.datasets
+    learner = trainer.job.learner
     if learner.first_samples:
         on_rank_0(communicator, lambda: begin_with_samples(job.config, datasets, learner))
         broadcast_state(communicator, learner, None)

@@ -128,7 +128,8 @@ def _oversubscription_warning(study: Study) -> list[str]:
 
 
 def _model(study: Study) -> list[str]:
-    model, link = study.model, study.link
+    model = study.model
+    link = study.link
     gradients = f"{format_bytes(int(sum(study.buckets)))} in {plural(len(study.buckets), 'bucket')}"
     return [
         f"model   a step of s samples a rank takes {format_seconds(model.fixed_s)} + s x {format_seconds(model.per_sample_s)};"

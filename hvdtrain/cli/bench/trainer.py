@@ -58,7 +58,8 @@ class Trainer:
 
     def block(self, steps: int) -> float:
         """Seconds of so many steps, a multiple of log.every_steps; a checkpoint under way is over at the end."""
-        job, last_step = self.job, self.now.progress.step + steps
+        job = self.job
+        last_step = self.now.progress.step + steps
         job.communicator.allreduce(np.zeros(1), "begin")  # all ranks begin together
         began_s = time.perf_counter()
         while self.now.progress.step < last_step:

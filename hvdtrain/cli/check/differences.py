@@ -348,7 +348,8 @@ def _shared_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _locked_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     limited = [facts for facts in ranks if facts["infiniband"] and 0 <= facts["locked_memory_bytes"] < SHARED_BYTES]
     if limited:
-        adapters, kib = ", ".join(limited[0]["infiniband"]), limited[0]["locked_memory_bytes"] // 1024
+        adapters = ", ".join(limited[0]["infiniband"])
+        kib = limited[0]["locked_memory_bytes"] // 1024
         what = f"InfiniBand ({adapters}) with a limit of {kib} KiB of locked memory"
         fix = "ulimit -l unlimited: in limits.conf, for sshd and slurmd too (LimitMEMLOCK=infinity); docker: --ulimit memlock=-1"
         yield Finding("warning", what, describe_ranks(limited), fix)

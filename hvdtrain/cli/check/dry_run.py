@@ -95,7 +95,8 @@ def try_run_folder(config: Config) -> RunFolder:
     """Whether the run folder can be written and has room. Only rank 0 writes there, so only rank 0 calls it. Leaves nothing behind."""
     run = Path(config.run).expanduser() if config.run is not None else Path("runs")
     where = config.where("run")
-    folder, free_bytes = _nearest_existing(run), 0
+    folder = _nearest_existing(run)
+    free_bytes = 0
     facts: RunFolderFacts = {"folder": str(run), "bytes_free": 0, "locks": None}
     try:
         facts["bytes_free"] = free_bytes = shutil.disk_usage(folder).free
@@ -286,7 +287,8 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Communicator |
 
 def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:
     """A finding where the engine reduces much fewer bytes a second than plain MPI."""
-    ours, mpi = speeds["engine"], speeds["mpi"]
+    ours = speeds["engine"]
+    mpi = speeds["mpi"]
     if ours is None or mpi is None or ours["bytes_per_s"] >= SLOW * mpi["bytes_per_s"]:
         return []
     what = f"the {engine} engine reduces {ours['bytes_per_s'] / 1e6:,.0f} MB/s, plain MPI {mpi['bytes_per_s'] / 1e6:,.0f} MB/s"

@@ -67,7 +67,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _evaluate(rank: Rank, parsed: Arguments) -> int:
-    config, communicator, split = unstaged(rank.config), rank.communicator, parsed.options["split"]
+    config = unstaged(rank.config)
+    communicator = rank.communicator
+    split = parsed.options["split"]
     model = load_model(rank, parsed)
     rank.heartbeat.beat("reading the data", 0, 0)
     source = fit(build_source(config, split, CommonCodebook(communicator, run_folder(rank))), model.task, config)
@@ -113,7 +115,8 @@ def run_folder(rank: Rank) -> Path:
 
 def fit(source: Source, task: Task, config: Config) -> Source:
     """The source with the labels that the model knows its classes by. Raises UserError where the model cannot take its samples."""
-    where, names = config.where("data.root"), config.data.class_names
+    where = config.where("data.root")
+    names = config.data.class_names
     if not isinstance(task, Classification) or not isinstance(source, LabelledImages):
         return _with_fields_of(source, task, where)
     if source.shape != task.shape:
@@ -156,7 +159,8 @@ def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[
 
 
 def _header(rank: Rank, model: TrainedModel, source: Source, config: Config, split: str) -> list[str]:
-    size, progress = rank.communicator.size, model.checkpoint.train_state.progress
+    size = rank.communicator.size
+    progress = model.checkpoint.train_state.progress
     data = f"{config.data.name}{f' in {config.data.root}' if config.data.root else ''}, {split}"
     views = f", {config.evaluate.views} views of each" if config.evaluate.views > 1 else ""
     averages = ", averages of optim.ema" if config.optim.ema is not None else ""
@@ -232,7 +236,8 @@ def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) 
     metrics = [f"{name:{width}} {value:.4f}" for name, value in evaluation.metrics.items()]
     if evaluation.classes is None:
         return metrics
-    right, count = int(evaluation.classes.right.sum()), int(evaluation.classes.samples.sum())
+    right = int(evaluation.classes.right.sum())
+    count = int(evaluation.classes.samples.sum())
     metrics = [f"{line}: {right:,} of {count:,} right" if line.startswith("accuracy ") else line for line in metrics]
     return [*metrics, *_class_lines(evaluation.classes, class_names)]
 

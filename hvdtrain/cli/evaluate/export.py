@@ -20,7 +20,8 @@ def export(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments) or not any(word.endswith(".keras") for word in arguments):
         return weights.export(arguments)
     options = weights.parse(arguments)
-    run, to = expand(options.run, "RUN"), expand(options.to, "--to")
+    run = expand(options.run, "RUN")
+    to = expand(options.to, "--to")
     weights.check_target(to, options.force)
     return _export_keras(run, to, options.checkpoint, options.words)
 

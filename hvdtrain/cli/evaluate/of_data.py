@@ -48,7 +48,8 @@ def predict_data(
 
     Every rank calls it. Raises UserError where the data do not fit the model.
     """
-    config, communicator = unstaged(rank.config), rank.communicator
+    config = unstaged(rank.config)
+    communicator = rank.communicator
     model = load_checkpoint(rank, which, _inputs_alone)
     source = _asked(rank, data, model.task, with_targets=False)
     lengths = known_lengths(source, "tokens")
@@ -61,7 +62,8 @@ def predict_data(
 
 def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
     """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises UserError where they do not fit the model."""
-    config, communicator = unstaged(rank.config), rank.communicator
+    config = unstaged(rank.config)
+    communicator = rank.communicator
 
     def restore(config: Config, of_checkpoint: dict[str, Any]) -> Task:
         return _task_of_script(config, of_checkpoint, lambda task: _asked(rank, data, task))

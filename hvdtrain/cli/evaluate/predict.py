@@ -100,7 +100,8 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
 
 
 def _predict_data(rank: Rank, parsed: Arguments) -> int:
-    config, name = rank.config, parsed.options["data"]
+    config = rank.config
+    name = parsed.options["data"]
     if config.data.given is _OF_A_FILE:
         found = read_data_file(Path(os.path.expanduser(name)))
     else:
@@ -126,12 +127,14 @@ def _of(model: TrainedModel) -> Task:
 
 
 def _predict(rank: Rank, parsed: Arguments) -> int:
-    config, communicator = rank.config, rank.communicator
+    config = rank.config
+    communicator = rank.communicator
     folder = os.path.expanduser(parsed.options["images"])
     images, left_out = list_images(Path(folder))
     files = ImageFiles(folder, images)
     model = load_model(rank, parsed)
-    task, to = model.task, parsed.options["to"]
+    task = model.task
+    to = parsed.options["to"]
     is_of_masks = isinstance(task, Segmentation) and is_image(task.x)
     if not is_of_masks and (not isinstance(task, Classification) or not task.is_of_images):
         what = f"task.name={task.name}" + (f" with the inputs {', '.join(several.each)}" if (several := transforms_of(task)) else "")
@@ -240,7 +243,8 @@ def said(task: Any, config: Config) -> Said:
     """The most probable class, or token that comes next, with its probability; of all else the outputs."""
     while isinstance(task, (Measured, SeveralInputs)):
         task = task.task
-    is_softmax, names = config.model.loss == "cross_entropy", config.data.class_names
+    is_softmax = config.model.loss == "cross_entropy"
+    names = config.data.class_names
     if isinstance(task, Classification):
         return Said(
             lambda numbers: ["class", "probability"],

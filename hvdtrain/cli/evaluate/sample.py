@@ -52,7 +52,8 @@ _OPTIONS: dict[str, str | None] = {
     "--checkpoint": "",
 }
 _MOST = 2**20  # sequences, and tokens of one
-_OF_IMAGES, _OF_TEXT = ("--png", "--prompt-half"), ("--prompt", "--length")
+_OF_IMAGES = ("--png", "--prompt-half")
+_OF_TEXT = ("--prompt", "--length")
 _OF_OTHERS = {"image_tokens": (_OF_TEXT, "text"), "text": (_OF_IMAGES, "images")}  # data.name -> options that are of other data
 
 
@@ -110,7 +111,8 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
 def _images(rank: Rank, config: Config, learner: Sampler, task: Language, request: Request) -> None:
     """Writes the grid."""
     codebook = CommonCodebook(rank.communicator, run_folder(rank))
-    start, pixels = task.tokens.values - 1, task.context
+    start = task.tokens.values - 1
+    pixels = task.context
     whole = None
     prompts = np.full((request.count, 1), start, np.int64)
     if request.prompts_half:

@@ -168,7 +168,8 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
 
 def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -> str:
     """The name of a cached build: equal only for targets that can share its wheel."""
-    mpi_home, gpu = "" if target.mpi_inside else str(target.mpirun.parent), asks_for_gpu(variables)
+    mpi_home = "" if target.mpi_inside else str(target.mpirun.parent)
+    gpu = asks_for_gpu(variables)
     changes = corrections(target.mpi_inside, gpu, target.cxx)
     rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), changes))
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]

@@ -67,7 +67,8 @@ _PORT_ELSEWHERE = 29500  # torchrun's own, where nobody can look which one is fr
 def launch(arguments: Sequence[str]) -> int:
     """Runs `launch`; returns the exit code, which is that of the launcher. Raises UserError."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
-    own_arguments, job = arguments[:separator], arguments[separator + 1 :]
+    own_arguments = arguments[:separator]
+    job = arguments[separator + 1 :]
     if {"-h", "--help"} & set(own_arguments) or not arguments:
         print(f"{USAGE}\n{elastic.USAGE}")
         return DONE

@@ -113,11 +113,13 @@ def _run_folder(program: Program) -> Path | None:
 
 
 def _limits(options: Namespace) -> Limits:
-    least, most = _count(options.min, "--min") or 1, _count(options.max, "--max")
+    least = _count(options.min, "--min") or 1
+    most = _count(options.max, "--max")
     if most is not None and least > most:
         raise UserError(f"--min {least} is more than --max {most}", _WHERE, f"--min {most} or less")
     patience_s = parse_duration(options.patience or "10m", "--patience")
-    every_s, answer_s = parse_duration(options.every or "5", "--every"), parse_duration(options.answer or "20", "--answer")
+    every_s = parse_duration(options.every or "5", "--every")
+    answer_s = parse_duration(options.answer or "20", "--answer")
     return Limits(least, most, patience_s, every_s, answer_s)
 
 

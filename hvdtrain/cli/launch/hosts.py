@@ -123,14 +123,16 @@ class HostBook:
         """A job on these hosts failed: each has to answer again, at once."""
         for name in names:
             state = self._states.setdefault(name, _State())
-            state.answers, state.until_s = False, 0.0
+            state.answers = False
+            state.until_s = 0.0
 
     def failed(self, name: str, now_s: float) -> float:
         """The host does not answer; returns for how many seconds it is left out."""
         state = self._states.setdefault(name, _State())
         state.failures += 1
         pause_s = left_out_s(state.failures, self._first_s)
-        state.answers, state.until_s = False, now_s + pause_s
+        state.answers = False
+        state.until_s = now_s + pause_s
         return pause_s
 
     def worked(self, names: Iterable[str], seconds: float) -> None:
@@ -146,7 +148,9 @@ class HostBook:
 AT_A_TIME = 32
 LOOPBACK_NAME = "localhost"
 PROGRAM = ("echo", "answers")
-SLOWER, SHORTEST_S = 5.0, 2.0  # a host that takes so much longer than before, and at least so long, does not answer
+# a host that takes so much longer than before, and at least so long, does not answer
+SLOWER = 5.0
+SHORTEST_S = 2.0
 
 
 class _Probe(NamedTuple):
@@ -171,7 +175,8 @@ class Probes:
     """
 
     def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
-        self._command, self._answer_s = command, answer_s
+        self._command = command
+        self._answer_s = answer_s
         self._slowest_s: dict[str, float] = {}  # of each host's answers
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
@@ -193,7 +198,8 @@ class Probes:
         found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
-            answers, seconds = probe.has_answered, time.monotonic() - probe.began_s
+            answers = probe.has_answered
+            seconds = time.monotonic() - probe.began_s
             if not answers and probe.process.poll() is None and seconds < self._limit_s(name):
                 continue
             self._end(self._running.pop(name))
@@ -344,7 +350,8 @@ def reason_to_change(running: Sequence[Host], ranks: int, offered: Sequence[Host
     withdrawn = [host.name for host in running if host.name not in names]
     if withdrawn:
         return f"{', '.join(withdrawn)} {'is' if len(withdrawn) == 1 else 'are'} no longer offered"
-    before, now = _slots(running), _slots(chosen)
+    before = _slots(running)
+    now = _slots(chosen)
     if any(now.get(name, 0) < slots for name, slots in before.items() if name in now) and slots_of(chosen) < ranks:
         return f"{slots_of(chosen)} slots are offered"
     return f"{ranks} ranks could be {slots_of(chosen)}" if slots_of(chosen) > ranks else ""

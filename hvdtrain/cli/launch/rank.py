@@ -28,7 +28,9 @@ from hvdtrain.core.process import exit_now, flush_output, print_stderr
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of, short
 from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
 
-APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
+# ranks that fail at the same moment report one after the other: the first one ends the others
+APART_S = 0.25
+APART_RANKS = 8
 CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
 LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
 _LAUNCHER = str(Path(__file__).parents[0])
@@ -179,7 +181,8 @@ SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may
 IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
 DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
 _READ_BYTES = 2**16
-_STDOUT, _STDERR = 1, 2
+_STDOUT = 1
+_STDERR = 2
 
 
 def log_of(folder: str | None, rank: int) -> io.FileIO | None:
@@ -203,7 +206,8 @@ class Watched:
     """
 
     def __init__(self, target: Callable[[Callable[[int], None]], int], *, prints_calls: bool = False) -> None:
-        self._target, self._prints_calls = target, prints_calls
+        self._target = target
+        self._prints_calls = prints_calls
         self._tag = b""
         self._asked_s: float | None = None  # time.monotonic() of the first request to stop
         self._child = 0
@@ -215,7 +219,9 @@ class Watched:
         tag: before each line; log: for the bytes as they are. Call it before there are other threads.
         """
         self._tag = tag
-        output, errors, word = os.pipe(), os.pipe(), os.pipe()
+        output = os.pipe()
+        errors = os.pipe()
+        word = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until both processes know what to do with them
         former = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in former.items():
@@ -272,7 +278,8 @@ class _Streams:
     """The streams of a child, and where each goes."""
 
     def __init__(self, streams: dict[int, tuple[int, TaggedLines]], log: io.FileIO | None) -> None:
-        self._streams, self._log = streams, log
+        self._streams = streams
+        self._log = log
 
     def pass_on(self, has_ended: Callable[[], bool]) -> None:
         """Until both streams are at their end, or DRAIN_S after the child has ended."""
@@ -339,7 +346,8 @@ class TaggedLines:
 
     def flush(self) -> bytes:
         """What has come of a line without its end, as a prompt."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         return self._tagged(rest) if rest else b""
 
     def end(self) -> bytes:

@@ -30,7 +30,8 @@ class LauncherRun:
     """
 
     def __init__(self, command: Sequence[str], *, is_job: bool = True) -> None:
-        self._command, self._is_job = command, is_job
+        self._command = command
+        self._is_job = is_job
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_s: float | None = None  # time.monotonic() of the first signal
         self._killed = 0  # the number of the second one

@@ -62,8 +62,12 @@ class Supervisor:
         launcher: Callable[[Sequence[Host]], LauncherRun],
         probe: Callable[[str], Sequence[str]],
     ) -> None:
-        self._offer, self._limits, self._launcher = offer, limits, launcher
-        self._record, self._job, self._probes = Record(run), JobEvents(run), Probes(probe, limits.answer_s)
+        self._offer = offer
+        self._limits = limits
+        self._launcher = launcher
+        self._record = Record(run)
+        self._job = JobEvents(run)
+        self._probes = Probes(probe, limits.answer_s)
         self._book = HostBook(LEFT_OUT * limits.every_s)
         self._failures: list[Failure] = []
         self._starts = 0
@@ -98,7 +102,8 @@ class Supervisor:
 
     def _wait_for_hosts(self) -> tuple[Host, ...]:
         """The hosts to start on; none where the patience is over, or a signal came."""
-        since_s, told = time.monotonic(), False
+        since_s = time.monotonic()
+        told = False
         while not self._signals.received:
             self._look_at_hosts()
             hosts = choose(self._book.usable(), self._limits.most)
@@ -202,7 +207,8 @@ class Supervisor:
 
     def _see_losses(self, start: _Start, now_s: float) -> None:
         """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts answer has to be asked anew."""
-        before, start.ranks = start.ranks, self._job.ranks or start.ranks
+        before = start.ranks
+        start.ranks = self._job.ranks or start.ranks
         if start.ranks < before:
             fields = {"step": self._job.step, "ranks": start.ranks, "lost": before - start.ranks}
             self._record.add("shrunk", f"{before - start.ranks} of {before} ranks lost, {start.ranks} left", **fields)
@@ -252,7 +258,8 @@ class _Start:
     """One start, as it goes on."""
 
     def __init__(self, hosts: tuple[Host, ...], launcher: LauncherRun) -> None:
-        self.hosts, self.launcher = hosts, launcher
+        self.hosts = hosts
+        self.launcher = launcher
         self.ranks = slots_of(hosts)  # that are left
         self.asked = False  # to stop
         self.trains_since_s: float | None = None
@@ -273,7 +280,9 @@ class JobEvents:
     """
 
     def __init__(self, run: Path | None) -> None:
-        self._run, self._offset, self._rest = run, 0, b""
+        self._run = run
+        self._offset = 0
+        self._rest = b""
         self.ending = "" if run else "end"  # as Ended's; of the start before until there is an event of this one
         self._forget()
 
@@ -305,7 +314,8 @@ class JobEvents:
 
     def _take(self, line: bytes) -> None:
         event = _parse(line)
-        kind, step = event.get("kind"), event.get("step")
+        kind = event.get("kind")
+        step = event.get("step")
         if kind not in ("start", "step", "lost", *_ENDINGS) or not isinstance(step, int):
             return
         self.ending = kind if kind in _ENDINGS else ""
@@ -333,7 +343,8 @@ class Record:
     """The run folder is made by the job: lines wait until its first event is there. Without one (None) they are on the standard error."""
 
     def __init__(self, run: Path | None) -> None:
-        self._run, self._waiting = run, list[bytes]()
+        self._run = run
+        self._waiting = list[bytes]()
 
     def add(self, kind: str, text: str, **fields: Any) -> None:
         print_stderr(f"hvdtrain launch: {text}")

@@ -111,7 +111,8 @@ def plan(arguments: Sequence[str]) -> int:
     of_memory = None
     if options.memory is not None:
         of_memory = memory_plan(config, data.task, feasible, limit, resident_bytes())
-    lines, found = plan_lines(planned, options.all, of_memory), to_json(planned)
+    lines = plan_lines(planned, options.all, of_memory)
+    found = to_json(planned)
     if times is not None:
         rows = goodputs(times)
         lines, found = [*lines, "", *fault_lines(times, rows)], found | {"faults": faults_json(times, rows)}

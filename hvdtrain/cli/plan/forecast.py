@@ -256,7 +256,9 @@ def _rows(first: Forecast, task: Task, stages: Sequence[int], recompute: str, fo
     reference = _memory_forecast(first, task)
     micro = reference.step().micro
     other = micro // 2 or 2
-    rows, per_sample, weights = [], 0.0, 0
+    rows = []
+    per_sample = 0.0
+    weights = 0
     for stage in stages:
         found = reference.footprint(stage=stage, recompute=recompute, micro=micro)
         if stage == stages[0]:
@@ -277,7 +279,8 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
     if not stage or ranks == wanted:
         return found
     less = 1 - ranks / wanted
-    state, part = int(found.optimizer_state * less), int(weights / ranks * less)
+    state = int(found.optimizer_state * less)
+    part = int(weights / ranks * less)
     if stage == 3:  # gradients are there in a step alone, and not those of all blocks at the peak
         return found._replace(
             weights=found.weights - part,
@@ -305,7 +308,8 @@ def _memory_forecast(one: Forecast, task: Task) -> MemoryForecast:
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """A row for each, and one sentence which to take."""
-    precision, limit = plan.config.speed.precision, plan.limit
+    precision = plan.config.speed.precision
+    limit = plan.limit
     lines = [
         f"memory of one rank at its peak, MiB ({precision}, {plan.config.optim.name}), beside {gib(plan.libraries)} of libraries and data"
     ]
@@ -345,7 +349,8 @@ def sentence(plan: MemoryPlan) -> str:
     """Which to take, for the most ranks that are shown: the first that fits of those that cost least time."""
     ranks = max(row.ranks for row in plan.rows)
     rows = sorted((row for row in plan.rows if row.ranks == ranks), key=lambda row: (row.recompute != "none", row.stage))
-    plain, of_ranks = rows[0], f"{ranks} rank{'s' if ranks > 1 else ''}"
+    plain = rows[0]
+    of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if plan.limit is None:
         least = min(rows, key=lambda row: row.footprint.total)
         return f"on {of_ranks} {_words(least)} takes least, {gib(least.needs)}; {_words(plain)} takes {gib(plain.needs)}"

@@ -77,9 +77,13 @@ def machine_of(options: argparse.Namespace, ranks: int, weight_bytes: int, plain
     inside = options.inside or measured.links.get("inside")
     between = options.between or measured.links.get("between")
     assumed = [*measured.notes]
-    flops, touched, updated = measured.flops_per_s, measured.touched_bytes_per_s, measured.updated_bytes_per_s
+    flops = measured.flops_per_s
+    touched = measured.touched_bytes_per_s
+    updated = measured.updated_bytes_per_s
     if options.gflops:
-        flops, touched, updated = 1e9 * options.gflops, 0.0, 0.0
+        flops = 1e9 * options.gflops
+        touched = 0.0
+        updated = 0.0
         assumed.append(f"a rank computes {options.gflops:g} GFLOP/s (--gflops)")
     elif not flops:
         product = _product_flops()
@@ -106,8 +110,10 @@ class _Measured:
     """What files of bench say."""
 
     def __init__(self, weight_bytes: int, plain: PlannedWork) -> None:
-        self._weight_bytes, self._plain = weight_bytes, plain
-        self.links, self.notes = dict[str, Link](), list[str]()
+        self._weight_bytes = weight_bytes
+        self._plain = plain
+        self.links = dict[str, Link]()
+        self.notes = list[str]()
         self.flops_per_s = self.touched_bytes_per_s = self.updated_bytes_per_s = 0.0
         self.in_parts = 1.0
 
@@ -131,8 +137,10 @@ class _Measured:
 
     def _read_step(self, found: Mapping[str, Any], path: str) -> None:
         """What products do not explain of the seconds of forward and backward is the time of other operations."""
-        phases, flops = found["phases_ms"], 1e9 * found["gflop_per_step_of_a_rank"]
-        passes_s, product = (phases["forward"] + phases["backward"]) / 1e3, 1e9 * found["matmul_gflop_per_s"]
+        phases = found["phases_ms"]
+        flops = 1e9 * found["gflop_per_step_of_a_rank"]
+        passes_s = (phases["forward"] + phases["backward"]) / 1e3
+        product = 1e9 * found["matmul_gflop_per_s"]
         others_s = max(passes_s - flops / product, passes_s / 10)
         self.flops_per_s = flops / (passes_s - others_s)
         self.touched_bytes_per_s = self._plain.touched_bytes * flops / self._plain.flops / others_s

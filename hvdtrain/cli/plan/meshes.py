@@ -138,7 +138,8 @@ def plan_meshes(
     """says: is told which mesh is next. Raises UserError where the job cannot run on so many ranks, whatever the mesh."""
     plain = without_mesh(config, ranks)
     features = _features(config, several_nodes=machine.per_node < ranks)
-    rows, excluded = list[Row](), list[Excluded]()
+    rows = list[Row]()
+    excluded = list[Excluded]()
     for mesh in meshes(ranks, has_dense_part):
         says(mesh.name)
         try:
@@ -221,7 +222,8 @@ def moved_s(moved: Moved, machine: Machine) -> float:
     trees: a broadcast and a reduction have log2 n messages of B, rounded up. On several nodes the slower link counts. The ranks of a node
     share its link: all groups like this one send at the same time.
     """
-    n, size = len(moved.ranks), moved.size_bytes
+    n = len(moved.ranks)
+    size = moved.size_bytes
     steps, part = {
         "allreduce": (2 * (n - 1), size / n),
         "reduce-scatter": (n - 1, size / n),
@@ -252,7 +254,8 @@ def step_time(config: Config, works: Sequence[PlannedWork], machine: Machine, ov
     (work,) = works
     passes_s, update_s = computing_s(work, machine)
     in_passes, gradients, rest = _sorted(work.moved, machine)
-    reduction_s, hidden_s = sum(gradients), 0.0
+    reduction_s = sum(gradients)
+    hidden_s = 0.0
     if overlaps and gradients:  # of the last bucket nothing is left to hide behind
         hidden_s = min(reduction_s - gradients[-1], BACKWARD * passes_s / work.passes)
     communication_s = sum(in_passes) + reduction_s + sum(rest)
@@ -267,7 +270,9 @@ def computing_s(work: PlannedWork, machine: Machine) -> tuple[float, float]:
 
 def _sorted(moved: Sequence[Moved], machine: Machine) -> tuple[list[float], list[float], list[float]]:
     """Seconds inside of passes, of gradients, of all else; without messages between stages."""
-    in_passes, gradients, rest = list[float](), list[float](), list[float]()
+    in_passes = list[float]()
+    gradients = list[float]()
+    rest = list[float]()
     for each in moved:
         if not (each.kind == "message" and _BETWEEN_STAGES.fullmatch(each.name)):
             if each.name.startswith(_IN_PASSES):
@@ -282,11 +287,15 @@ def _sorted(moved: Sequence[Moved], machine: Machine) -> tuple[list[float], list
 
 def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine) -> StepTime:
     """Passes by the schedule's simulation, then what is reduced and updated, of the rank that takes longest."""
-    parallel, micro = config.parallel, works[0].passes
+    parallel = config.parallel
+    micro = works[0].passes
     virtual = parallel.stages_of_rank
     share = 1 / (4 if config.model.recompute != "none" else 3)  # of the operations, which a forward pass has
-    seconds, transfers = [], [0.0] * (len(works) * virtual)
-    after_s, compute_s, communication_s = 0.0, 0.0, 0.0
+    seconds = []
+    transfers = [0.0] * (len(works) * virtual)
+    after_s = 0.0
+    compute_s = 0.0
+    communication_s = 0.0
     for work in works:
         passes_s, update_s = computing_s(work, machine)
         in_passes, gradients, rest = _sorted(work.moved, machine)

@@ -272,7 +272,8 @@ def _bubbles(config: Config, units: Sequence[UnitCost], schedule: Schedule, micr
     virtual = (config.parallel.virtual or 2) if schedule == "interleaved" else 1
     if ranks * virtual > len(units):
         return []
-    equal, seconds = formula(schedule, ranks, micro, virtual), [unit.seconds for unit in units]
+    equal = formula(schedule, ranks, micro, virtual)
+    seconds = [unit.seconds for unit in units]
     return [
         Bubble(micro, schedule, by, equal, timeline(schedule, ranks, micro, virtual, of_stages(seconds, first)).bubble)
         for by, first in _cuts(config, units, ranks * virtual)
@@ -295,7 +296,8 @@ def pipeline_lines(plan: PipelinePlan) -> list[str]:
 
 
 def _units(units: Sequence[UnitCost]) -> list[str]:
-    operations, seconds = sum(unit.operations for unit in units), sum(sum(unit.seconds) for unit in units)
+    operations = sum(unit.operations for unit in units)
+    seconds = sum(sum(unit.seconds) for unit in units)
     rows = [
         [
             unit.name,
@@ -355,7 +357,8 @@ def _shares(plan: PipelinePlan) -> list[str]:
 def _advice(plan: PipelinePlan) -> str:
     """Whether another cut is faster."""
     slowest = {cut.by: max(sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)) for cut in plan.cuts}
-    own, best = plan.cuts[0], min(plan.cuts, key=lambda cut: slowest[cut.by])
+    own = plan.cuts[0]
+    best = min(plan.cuts, key=lambda cut: slowest[cut.by])
     ratio = slowest[own.by] / slowest[best.by]
     if ratio < 1.02:
         return f"parallel.balance={own.by}, as this job: no other cut has a slowest stage that is faster by 2 % or more"

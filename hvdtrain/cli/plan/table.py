@@ -117,7 +117,8 @@ def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
 
 def _cells(forecast: Forecast) -> list[str]:
     """A row of the table; of a batch that changes the first and the last."""
-    first_batch, last_batch = forecast.batch_phases[0].batch, forecast.batch_phases[-1].batch
+    first_batch = forecast.batch_phases[0].batch
+    last_batch = forecast.batch_phases[-1].batch
     first = forecast.hyper(0)
     warm = forecast.after_warmup()
     last = forecast.hyper(forecast.steps - 1)

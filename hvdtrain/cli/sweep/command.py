@@ -47,7 +47,8 @@ from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 
-TABLE, PICTURE = "sweep.txt", "sweep.png"
+TABLE = "sweep.txt"
+PICTURE = "sweep.png"
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -73,7 +74,8 @@ class _Job:
     """One start of a sweep."""
 
     def __init__(self, options: Options, planned: Sweep) -> None:
-        self._options, self._planned = options, planned
+        self._options = options
+        self._planned = planned
         self._began_s = time.monotonic()
         self._exits = read_exits(options.out)
         self._results = {trial: self._result(trial) for trial in self._trials()}
@@ -100,7 +102,9 @@ class _Job:
 
     def finish(self, command: str) -> int:
         """Prints and writes what is known by now; returns the exit code."""
-        options, metric, rows = self._options, metric_of(self._results), rows_of(self._results)
+        options = self._options
+        metric = metric_of(self._results)
+        rows = rows_of(self._results)
         lines = [*table_lines(rows, metric), *self._failures()]
         _write(options.out, "\n".join(lines) + "\n")
         picture = self._draw(rows)
@@ -271,7 +275,9 @@ class SideBySide:
     """Starts trials as long as there are some, at most so many at a time."""
 
     def __init__(self, at_once: int, command: Callable[[Trial], Sequence[str]], log: Callable[[Trial], Path]) -> None:
-        self._at_once, self._command, self._log = at_once, command, log
+        self._at_once = at_once
+        self._command = command
+        self._log = log
         self._running: dict[int, _Running] = {}  # by slot: 0 to at_once - 1
         self._stopped_s: float | None = None
 

@@ -43,7 +43,10 @@ class OptunaStudy:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna: Any = optuna
-        self._space, self._trials, self._result_of, self._add = space, trials, result_of, add
+        self._space = space
+        self._trials = trials
+        self._result_of = result_of
+        self._add = add
         distributions: Any = optuna.distributions
         self._distributions = {choice.key: _distribution(choice, distributions) for choice in space.choices}
         self._distributions |= {one.key: _distribution(one, distributions) for one in space.ranges}

@@ -53,7 +53,8 @@ class Range(NamedTuple):
         return text
 
     def draw(self, random: Random) -> str:
-        low, high = float(self.low), float(self.high)
+        low = float(self.low)
+        high = float(self.high)
         if self.kind == "int":
             return str(random.randint(int(self.low), int(self.high)))
         if self.is_log:
@@ -95,7 +96,8 @@ def _read_choice(text: str) -> Choice:
 
 def _split_values(text: str) -> list[str]:
     """At the commas that are not within brackets: "[64,64],[32]" has two values."""
-    values, depth = [""], 0
+    values = [""]
+    depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:

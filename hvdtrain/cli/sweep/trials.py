@@ -209,7 +209,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-FILE, EXITS, LOCK = "sweep.json", "exits.jsonl", ".sweep.lock"
+FILE = "sweep.json"
+EXITS = "exits.jsonl"
+LOCK = ".sweep.lock"
 _MOST_BYTES = 2**26
 _VERSION = 1
 _OPTIONS = {"sampler": "--sampler", "seed": "--seed", "grid": "--grid", "random": "--random", "ranks_per_trial": "--ranks-per-trial"}
@@ -285,11 +287,13 @@ def _former(found: Any, folder: Path) -> Sweep:
 
 def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> None:
     for name, option in _OPTIONS.items():
-        before, now = getattr(former, name), getattr(sweep, name)
+        before = getattr(former, name)
+        now = getattr(sweep, name)
         if before != now:
             raise _another(folder, f"{option} {_shown_value(now)}, there it is {_shown_value(before)}", command)
     try:
-        there, here = _values(former.config), _values(sweep.config)
+        there = _values(former.config)
+        here = _values(sweep.config)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out") from None
     for key in {**there, **here}:

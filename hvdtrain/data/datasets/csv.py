@@ -133,7 +133,8 @@ class CsvFile:
     def rows(self, block: int) -> list[list[str]]:
         """Raises UserError for a line that has not as many columns as the first."""
         rows = _split(self.lines(block), self.delimiter, f"{self.file.path}:{self.edges[block] + 2}")
-        first, last = self.edges[block], self.edges[block + 1]
+        first = self.edges[block]
+        last = self.edges[block + 1]
         wrong = next((number for number, row in enumerate(rows) if len(row) != len(self.header)), None)
         if wrong is not None or len(rows) != last - first:
             line = int(first) + 2 + (wrong or 0)
@@ -192,7 +193,10 @@ def _text(raw: bytes, path: Path, line: int) -> str:
 
 def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of lines behind the header: their first rows and bytes, and the ends of the last one."""
-    rows, edges, offsets, begin = 0, [0], [start], start
+    rows = 0
+    edges = [0]
+    offsets = [start]
+    begin = start
     with file.opened() as text:
         for place in range(start, file.size, _PIECE_BYTES):
             raw = text.read(place, min(_PIECE_BYTES, file.size - place))

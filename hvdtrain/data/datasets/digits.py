@@ -28,7 +28,8 @@ def build(name: str, root: Path | None, split: Split) -> LabelledImages:
     if root is not None:
         raise UserError("data.name=digits reads no folder", "data.root", "leave data.root out, or choose another data.name")
     with np.load(_FILE, allow_pickle=False) as digits:
-        images, labels = digits["images"], digits["labels"]
+        images = digits["images"]
+        labels = digits["labels"]
     order = permutation(_SPLIT_SEED, 0, len(images))
     mine = order[:_TRAIN] if split == "train" else order[_TRAIN:]
     x = (images[mine].astype(np.int64) * 255 // 16).astype(np.uint8)

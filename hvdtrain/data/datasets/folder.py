@@ -93,7 +93,8 @@ def check_splits(root: Path | None) -> None:
     if root is None:  # build() refuses it
         return
     root = expand(root, "data.root")
-    train, val = _split_folder(root, "train"), _split_folder(root, "val")
+    train = _split_folder(root, "train")
+    val = _split_folder(root, "val")
     try:
         _compare_classes(_class_names(train), _class_names(val), val)
     except OSError as error:

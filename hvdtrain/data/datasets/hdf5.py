@@ -21,7 +21,9 @@ from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, check_shape, no_such
 from hvdtrain.errors import UserError, first_line
 
-_SHUFFLE, _DEFLATE = 2, 1  # as HDF5 numbers its filters
+# as HDF5 numbers its filters
+_SHUFFLE = 2
+_DEFLATE = 1
 _MOST_LINKS = 16  # soft ones that are followed for one name, as many as the library follows
 _BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
 _DAMAGE = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError)  # what h5py raises
@@ -122,7 +124,8 @@ class Hdf5File:
             return self._array(dataset, name)
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
-        shape, dtype = dataset.shape, np.dtype(dataset.dtype)
+        shape = dataset.shape
+        dtype = np.dtype(dataset.dtype)
         if dataset.chunks is None:
             check_shape(shape, name, self.file.path)
         else:
@@ -162,14 +165,17 @@ class Hdf5File:
 
         None where there is nothing. Raises UserError for a link to another file, and for links that lead to each other.
         """
-        h5l, entry, parts = _h5py().h5l, file, [part for part in reversed(name.encode().split(b"/")) if part not in (b"", b".")]
+        h5l = _h5py().h5l
+        entry = file
+        parts = [part for part in reversed(name.encode().split(b"/")) if part not in (b"", b".")]
         followed = 0
         while parts:
             part = parts.pop()
             links = entry.id.links if hasattr(entry, "keys") else None
             if links is None or not links.exists(part):
                 return None
-            kind, shown = links.get_info(part).type, part.decode(errors="replace")
+            kind = links.get_info(part).type
+            shown = part.decode(errors="replace")
             if kind == h5l.TYPE_HARD:
                 entry = entry[part]
             elif kind == h5l.TYPE_SOFT and followed < _MOST_LINKS:
@@ -240,9 +246,12 @@ def _unwritten(dataset: Any) -> tuple[int, int]:
 
 def _is_whole(dataset: Any) -> bool:
     """Whether the file has the numbers byte for byte as numpy does: not in fewer bits, as floats of another kind, or of a set of names."""
-    library, kind, dtype = _h5py(), dataset.id.get_type(), np.dtype(dataset.dtype)
+    library = _h5py()
+    kind = dataset.id.get_type()
+    dtype = np.dtype(dataset.dtype)
     if kind.get_class() == library.h5t.ENUM:
-        kind, dtype = kind.get_super(), np.dtype("int8") if dtype.kind == "b" else dtype
+        kind = kind.get_super()
+        dtype = np.dtype("int8") if dtype.kind == "b" else dtype
     return bool(kind == library.h5t.py_create(np.dtype(dtype.str)))
 
 
@@ -256,7 +265,9 @@ def _filters(dataset: Any) -> tuple[int, ...] | None:
 def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Offset in the file, bytes and mask of left-out filters of each chunk, in the grid of chunks; 0 bytes: never written."""
     grid = tuple(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-    offsets, sizes, masks = np.zeros(grid, np.int64), np.zeros(grid, np.int64), np.zeros(grid, np.int32)
+    offsets = np.zeros(grid, np.int64)
+    sizes = np.zeros(grid, np.int64)
+    masks = np.zeros(grid, np.int32)
 
     def note(chunk: Any) -> None:
         place = tuple(first // size for first, size in zip(chunk.chunk_offset, dataset.chunks, strict=True))
@@ -305,9 +316,11 @@ class Chunks:
 
     def _overlap(self, inner: tuple[int, ...], box: Box) -> tuple[list[slice], list[slice]]:
         """Where a chunk is in the box, and what of the chunk that is."""
-        into, of = [], []
+        into = []
+        of = []
         for number, size, low, high in zip(inner, self.chunks[1:], box.first, box.last, strict=True):
-            first, last = max(low, number * size), min(high, (number + 1) * size)
+            first = max(low, number * size)
+            last = min(high, (number + 1) * size)
             into.append(slice(first - low, last - low))
             of.append(slice(first - number * size, last - number * size))
         return into, of

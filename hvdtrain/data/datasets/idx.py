@@ -62,7 +62,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     if name not in _FAMILY:
         raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")
     images, labels = _find_or_download(name, data_root(root), split, download)
-    x, y = _read_idx(images, 3), _read_idx(labels, 1)
+    x = _read_idx(images, 3)
+    y = _read_idx(labels, 1)
     if len(x) != len(y):
         raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
     return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images), _FAMILY[name].classes)

@@ -56,8 +56,10 @@ class MaskedImages:
         return {"x": x, "y": y}
 
     def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        image_file, mask_file = f"{self.folder}/images/{self.images[index]}", f"{self.folder}/masks/{self.masks[index]}"
-        image, content = Undecoded(read_file(image_file), lambda: image_file), read_file(mask_file)
+        image_file = f"{self.folder}/images/{self.images[index]}"
+        mask_file = f"{self.folder}/masks/{self.masks[index]}"
+        image = Undecoded(read_file(image_file), lambda: image_file)
+        content = read_file(mask_file)
         sizes = (image.height, image.width), height_and_width(content, lambda: mask_file)
         wanted = sizes[0] if self.crop else self.shape[:2]
         for size, file in zip(sizes, (image_file, mask_file), strict=True):
@@ -119,7 +121,8 @@ def _pairs(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
         if not (folder / part).is_dir():
             raise UserError(f"no folder {part}", str(folder), f"data.root=DIR, with {_HOW}")
     try:
-        found, of_masks = find_images(str(folder / "images")), find_images(str(folder / "masks"))
+        found = find_images(str(folder / "images"))
+        of_masks = find_images(str(folder / "masks"))
     except OSError as error:
         raise UserError(f"cannot list the images: {error}", str(folder), "repair or remove what is named") from error
     by_name = {str(PurePosixPath(mask).with_suffix("")): mask for mask in of_masks.images}

@@ -103,7 +103,8 @@ class _Synthetic(ImagesBase):
         height, width, channels = self.shape
         cells = np.arange(_GRID * _GRID * channels, dtype=np.uint64)
         grid = (fold(_PATTERN, y.astype(np.uint64)[:, None], cells) >> 56).astype(np.uint8).reshape(-1, _GRID, _GRID, channels)
-        rows, columns = np.arange(height) * _GRID // height, np.arange(width) * _GRID // width
+        rows = np.arange(height) * _GRID // height
+        columns = np.arange(width) * _GRID // width
         return grid[:, rows[:, None], columns]  # (n, H, W, C)
 
     def _noise(self, indices: np.ndarray) -> np.ndarray:

@@ -25,7 +25,9 @@ from hvdtrain.errors import UserError, short
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-_PLACES, _LABELS = "places.npy", "labels.npy"  # of the index
+# of the index
+_PLACES = "places.npy"
+_LABELS = "labels.npy"
 _HEAD_BYTES = 4096  # of each archive, part of the key of its index: copying may give all files the same time
 
 

@@ -93,7 +93,8 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
     """
     import xxhash
 
-    hashed, partial = xxhash.xxh3_128(), thread.partial
+    hashed = xxhash.xxh3_128()
+    partial = thread.partial
     partial.unlink(missing_ok=True)  # left by a process that was killed
     with source.open("rb", buffering=0) as file, partial.open("xb") as out:
         while count := file.readinto(thread.buffer):

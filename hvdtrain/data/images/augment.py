@@ -99,7 +99,8 @@ def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndar
     elif augment.flip:
         flipped = uniform(keys, _FLIP)[:, 0] < 0.5
     if augment.erase:
-        erase_box, erase_key = erase_boxes(keys, augment.erase, height, width), keys
+        erase_box = erase_boxes(keys, augment.erase, height, width)
+        erase_key = keys
     if augment.cutout:
         cutout_box = _cutout_boxes(uniform(keys, _CUTOUT), augment.cutout, height, width)
     places = crop_box, shift, reflected_shift, flipped
@@ -232,7 +233,8 @@ def _erase(x: np.ndarray, boxes: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     _, height, width, channels = x.shape
     top, bottom, left, right = (edge[:, None] for edge in box.T)
-    rows, columns = np.arange(height), np.arange(width * channels) // channels
+    rows = np.arange(height)
+    columns = np.arange(width * channels) // channels
     black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]  # (n, H, W C)
     return (x.reshape(black.shape) * ~black).reshape(x.shape)
 

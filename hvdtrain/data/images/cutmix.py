@@ -35,7 +35,8 @@ def blend_weights(weights: np.ndarray | None, boxes: np.ndarray | None) -> np.nd
 def in_boxes(boxes: np.ndarray, height: int, width: int, channels: int = 1) -> np.ndarray:
     """bool (n, H, W C), of the values in boxes int64 (n, 4) of top, bottom, left, right."""
     top, bottom, left, right = (edge[:, None] for edge in boxes.T)
-    rows, columns = np.arange(height), np.arange(width * channels) // channels
+    rows = np.arange(height)
+    columns = np.arange(width * channels) // channels
     inside: np.ndarray = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
     return inside
 

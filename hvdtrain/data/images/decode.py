@@ -274,7 +274,8 @@ def _unreadable(error: Exception, name: str) -> UserError:
 
 _SEGMENT = Struct(">BBH")  # 255, marker, length
 _FRAME = Struct(">BHHB")  # bits, height, width, channels
-_PROGRESSIVE, _SCAN = 0xC2, 0xDA
+_PROGRESSIVE = 0xC2
+_SCAN = 0xDA
 _FRAMES = (0xC0, 0xC1, _PROGRESSIVE)  # baseline, extended
 _OTHERS = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # applications' own, tables, restarts, comment: before frame and scan
 _MODES = {1: "L", 3: "RGB"}

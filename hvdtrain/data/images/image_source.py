@@ -84,7 +84,8 @@ class ImageReader:
             size += len(content)
             if len(images) == _GROUP or size > _GROUP_BYTES or place == len(indices) - 1:
                 yield place + 1 - len(images), images
-                images, size = [], 0
+                images = []
+                size = 0
 
     def _own_boxes(self, images: list[Undecoded]) -> list[Box | None]:
         """The centre squares; or None, where every image is as large as the first."""
@@ -235,7 +236,8 @@ def _folder(found: tuple[str, list[str]]) -> str:
 
 def _walk(folder: str, below: str, found: list[tuple[str, list[str]]], left_out: list[str]) -> None:
     """Adds the images of a folder and of those in it; below: its path in the whole, "" or ending with /."""
-    names, folders = [], []
+    names = []
+    folders = []
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             is_folder = entry.is_dir()
@@ -253,6 +255,7 @@ def _walk(folder: str, below: str, found: list[tuple[str, list[str]]], left_out:
 
 def _refuse_circle(entry: os.DirEntry[str], folder: str) -> None:
     if entry.is_symlink():
-        target, here = os.path.realpath(entry.path), os.path.realpath(folder)
+        target = os.path.realpath(entry.path)
+        here = os.path.realpath(folder)
         if os.path.commonpath([target, here]) == target:
             raise UserError(f"a circle of links: it leads back to {short(target)}", entry.path, "remove the link")

@@ -89,9 +89,11 @@ def _sources_of_pixels(parameters: AugmentationParameters, n: int, height: int, 
         return rows, columns
     shift = parameters.shift if parameters.shift is not None else parameters.reflected_shift
     shift = np.zeros((n, 2), np.int64) if shift is None else shift
-    rows, columns = np.arange(height) + shift[:, :1], np.arange(width) + shift[:, 1:]
+    rows = np.arange(height) + shift[:, :1]
+    columns = np.arange(width) + shift[:, 1:]
     if parameters.reflected_shift is not None:
-        rows, columns = _reflected(rows, height), _reflected(columns, width)
+        rows = _reflected(rows, height)
+        columns = _reflected(columns, width)
     if parameters.flipped is not None:
         columns = np.where(parameters.flipped[:, None], columns[:, ::-1], columns)
     return rows, columns

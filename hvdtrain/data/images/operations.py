@@ -97,7 +97,8 @@ def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arra
     for operation, argument in zip(operations.T, arguments.T, strict=True):
         kinds = _KIND[operation]
         for kind in np.unique(kinds[kinds > 0]):
-            of_kind, function = np.flatnonzero(kinds == kind), _FUNCTIONS[kind - 1]
+            of_kind = np.flatnonzero(kinds == kind)
+            function = _FUNCTIONS[kind - 1]
             for start in range(0, len(of_kind), at_once):
                 rows = of_kind[start : start + at_once]
                 index = arrays.put(rows)
@@ -143,7 +144,8 @@ def _matrices(operation: np.ndarray, argument: np.ndarray, height: int, width: i
 def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
     m, height, width, channels = x.shape
     row, column = moved_pixels(operation, argument, height, width, arrays)
-    near_row, near_column = row.clip(0, height - 1), column.clip(0, width - 1)
+    near_row = row.clip(0, height - 1)
+    near_column = column.clip(0, width - 1)
     first = arrays.put((height * width * np.arange(m)[:, None, None]).astype(np.int32 if m * height * width < 2**31 else np.int64))
     pixels = x.reshape(-1, channels)
     place = arrays.xp.where((near_row == row) & (near_column == column), first + near_row * width + near_column, len(pixels))
@@ -195,7 +197,8 @@ def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
 
 def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
     """The darkest value of a channel becomes 0, the brightest 255; one that has a single value stays."""
-    xp, values = arrays.xp, arrays.put(np.arange(256))
+    xp = arrays.xp
+    values = arrays.put(np.arange(256))
     low, high = (arrays.cast(limit(limit(x, 1), 1), "int64")[..., None] for limit in (xp.amin, xp.amax))  # (m, C, 1)
     return xp.where(high > low, 255 * (values - low) // (high - low).clip(1), values)
 
@@ -216,7 +219,8 @@ def _color(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
     if x.shape[-1] == 1:
         return x
     colours = _planes(x, arrays)
-    grey, fixed = _grey(colours), arrays.put(_fixed(factor)[:, None, None].astype(np.int32))
+    grey = _grey(colours)
+    fixed = arrays.put(_fixed(factor)[:, None, None].astype(np.int32))
     return arrays.xp.stack([_blend(colour, grey, fixed, arrays) for colour in colours], -1)
 
 
@@ -239,8 +243,11 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
         return x
     xp = arrays.xp
     red, green, blue = _planes(x, arrays)
-    high, low = xp.maximum(xp.maximum(red, green), blue), xp.minimum(xp.minimum(red, green), blue)
-    chroma, is_red, is_green = high - low, high == red, high == green
+    high = xp.maximum(xp.maximum(red, green), blue)
+    low = xp.minimum(xp.minimum(red, green), blue)
+    chroma = high - low
+    is_red = high == red
+    is_green = high == green
     across = xp.where(is_red, green - blue, xp.where(is_green, blue - red, red - green))
     sector = arrays.cast(~is_red, "int32") * (4 - 2 * arrays.cast(is_green, "int32"))  # red at 0, green at 2, blue at 4; 6 are a turn
     turn = arrays.put(_fixed(6 * turns)[:, None, None].astype(np.int32))

@@ -35,7 +35,9 @@ _FLUSH_S = 0.25
 _BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
 _MOST_THREADS = 16  # or processes
 _BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
-_WORTH_WORKERS, _WORTH_WORKERS_OF_LARGE = 4000, 2000  # images for which processes make up for the time that they take to start
+# images for which processes make up for the time that they take to start
+_WORTH_WORKERS = 4000
+_WORTH_WORKERS_OF_LARGE = 2000
 
 
 def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int | None = None) -> LabelledImages:
@@ -126,7 +128,10 @@ def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | No
     Small images take the interpreter's lock too often for two threads: one thread decodes them, the others wait for processes. Of large
     ones all wait, for as many processes as cores: 1.11 times as fast as threads that decode, 1.03 as with one (docs/performance.md).
     """
-    cores, can_start_workers, are_small = _cores(), hasattr(os, "memfd_create"), images.is_small(missing[0].start)  # not on macOS
+    # not on macOS
+    cores = _cores()
+    can_start_workers = hasattr(os, "memfd_create")
+    are_small = images.is_small(missing[0].start)
     if worth_workers is None:
         worth_workers = _WORTH_WORKERS if are_small else _WORTH_WORKERS_OF_LARGE
     if cores == 1 or not can_start_workers or sum(shard.shape[0] for shard in missing) < worth_workers:
@@ -178,9 +183,12 @@ def _decode(readers: list[ImageSource], missing: list[_Shard], folder: Path) -> 
 
 def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> np.ndarray:
     """Decodes the images of a shard and writes each at its place in the file; returns the checksums of its blocks."""
-    done, stop = [0] * len(readers), Event()
-    offset, stride = out.tell(), math.prod(shard.shape[1:])
-    block, checked_rows = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS), rows_of_block(shard.shape)
+    done = [0] * len(readers)
+    stop = Event()
+    offset = out.tell()
+    stride = math.prod(shard.shape[1:])
+    block = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS)
+    checked_rows = rows_of_block(shard.shape)
     if readers[0].workers is not readers[-1].workers:  # a thread decodes beside processes: small images
         block *= _BLOCKS_FOR_WORKERS
     starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet

@@ -40,7 +40,8 @@ def crop_boxes(keys: np.ndarray, smallest: float, height: int | np.ndarray, widt
     fits into the image counts; where none does, the largest centred box of an allowed ratio.
     """
     drawn = uniform(keys, _COUNTERS)
-    height, width = np.broadcast_to(height, len(keys)), np.broadcast_to(width, len(keys))
+    height = np.broadcast_to(height, len(keys))
+    width = np.broadcast_to(width, len(keys))
     area = (height * width)[:, None] * (smallest + (1 - smallest) * drawn[:, :_TRIES])
     ratio = np.exp(np.log(4 / 3) * (2 * drawn[:, _TRIES : 2 * _TRIES] - 1))
     tall = np.rint(np.sqrt(area / ratio)).astype(np.int64)  # (n, tries)
@@ -92,7 +93,9 @@ def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = No
     down, across = interpolate_box(box, flipped, height, width)
     image_of_row = np.arange(n).repeat(height)  # (n H,)
     first_row = height * np.arange(n)[:, None]
-    low_rows, high_rows = (first_row + down.low).ravel(), (first_row + down.high).ravel()  # (n H,), of all images one below the other
+    # (n H,), of all images one below the other
+    low_rows = (first_row + down.low).ravel()
+    high_rows = (first_row + down.high).ravel()
     row_weight = down.weight.reshape(-1, 1)  # (n H, 1)
     column_weight = across.weight.repeat(channels, 1)  # (n, W C)
     source = x.reshape(n * height, width * channels)

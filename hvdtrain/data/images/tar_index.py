@@ -79,7 +79,8 @@ def _sample(path: Path, file: IO[bytes], key: str, members: list[_Member]) -> Sa
         what = f"sample {short(key)} has {len(images)} images and {len(labels)} labels"
         fix = f"one image and one {short(key)}.cls, side by side: {_REWRITE_FIX}"
         raise UserError(what, f"{path}: {short(members[0].info.name)}", fix)
-    image, label = images[0], labels[0]
+    image = images[0]
+    label = labels[0]
     for info in (image, label):
         if not info.isreg() or info.issparse():
             what = "the member is not a regular file, but a link, a sparse file or a device"
@@ -129,7 +130,8 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     """All members, in order, each completely inside the file. Raises UserError for a damaged archive."""
-    size, last = os.fstat(file.fileno()).st_size, -1
+    size = os.fstat(file.fileno()).st_size
+    last = -1
     try:
         with tarfile.open(fileobj=cast("Any", _BoundedReader(file)), mode="r:") as tar:
             while (info := tar.next()) is not None:

@@ -49,7 +49,8 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str, inputs: tuple[s
             raise UserError(f"{name} has a field named {field!r}", where, "names of fields are words: x, y, tokens")
     arrays = {field: to_numpy(value, f"field {field} of {name}", where) for field, value in given.items()}
     if set(arrays) == {"x", "y"}:
-        images, y = as_images(arrays["x"]), arrays["y"]
+        images = as_images(arrays["x"])
+        y = arrays["y"]
         if images is not None and _are_labels(y, len(images)):
             if y.min() < 0:  # of samples without a class, or wrong
                 return NamedArrays({"x": images, "y": y}, where=name)
@@ -245,7 +246,8 @@ def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]
             continue
         if entry["dtype"] not in _DTYPES:
             raise UserError(f"{name} has {field} as {entry['dtype']}, which numpy does not know", str(path), "save it as F32 or F16")
-        dtype, start = np.dtype(_DTYPES[entry["dtype"]]), 8 + length + entry["data_offsets"][0]
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        start = 8 + length + entry["data_offsets"][0]
         shape = tuple(entry["shape"])
         empty = 0 in shape
         arrays[field] = np.zeros(shape, dtype) if empty else np.memmap(path, dtype, "r", start, shape)

@@ -49,7 +49,9 @@ class DatasetSource:
         lengths: Mapping[str, np.ndarray] = _NOTHING,
     ) -> None:
         self.notes = notes  # for the user
-        self._samples, self._labels, self._lengths = samples, labels, dict(lengths)
+        self._samples = samples
+        self._labels = labels
+        self._lengths = dict(lengths)
         self._longest: dict[str, int] = {}
         self._values: dict[str, int] = {}
         self._pool = WorkerPool(samples, workers) if workers else None
@@ -70,7 +72,8 @@ class DatasetSource:
     def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> DatasetSource:
         """The source with the longest samples and the numbers of values of another one too."""
         found = copy.copy(self)
-        found._longest, found._values = dict(longest), dict(values)
+        found._longest = dict(longest)
+        found._values = dict(values)
         return found
 
     def known_lengths(self, name: str) -> np.ndarray | None:
@@ -195,7 +198,8 @@ def _check_loader(loader: Any, name: str, where: str) -> None:
 
 def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
     """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its classes, declared or by the labels."""
-    declared, classes = getattr(dataset, "values", None), declared_classes(dataset)
+    declared = getattr(dataset, "values", None)
+    classes = declared_classes(dataset)
     if not classes and labels is not None and len(labels) and labels.min() >= 0:
         classes = int(labels.max()) + 1
     return {"y": classes} | (dict(declared) if isinstance(declared, Mapping) else {})

@@ -22,7 +22,9 @@ from hvdtrain.data.ragged import check_padding
 from hvdtrain.data.source import Field, Padding, padded_by
 from hvdtrain.errors import UserError, first_line, short
 
-_TRAINING, _EVALUATION = 0x747261, 0x6576616C  # two streams of counters
+# two streams of counters
+_TRAINING = 0x747261
+_EVALUATION = 0x6576616C
 
 
 _NOTHING: Mapping[str, Padding] = MappingProxyType({})

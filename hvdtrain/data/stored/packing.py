@@ -73,9 +73,11 @@ def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]
     for word in _MISSING:
         if word in found:
             absent |= np.isin(raw, _in_type(found[word], raw.dtype))
-    low, high = found.get("valid_min", np.zeros(0)), found.get("valid_max", np.zeros(0))
+    low = found.get("valid_min", np.zeros(0))
+    high = found.get("valid_max", np.zeros(0))
     if "valid_range" in found:
-        low, high = found["valid_range"][:1], found["valid_range"][1:2]
+        low = found["valid_range"][:1]
+        high = found["valid_range"][1:2]
     for bound, is_outside in ((low, np.less), (high, np.greater)):
         if bound.size:
             compared = raw if bound.dtype.kind == raw.dtype.kind else values

@@ -63,7 +63,9 @@ def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selecti
         raise UserError(f"{text} has {len(parts)} axes, and the array is of shape {shape}", where, "leave axes out")
     first, last, step = parts[0].indices(shape[0])
     samples = len(range(first, last, step))
-    lows, highs, inside = [], [], []
+    lows = []
+    highs = []
+    inside = []
     for axis, size in enumerate(shape[1:], 1):
         part = parts[axis] if axis < len(parts) else slice(None)
         try:

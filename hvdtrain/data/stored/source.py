@@ -26,7 +26,9 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-_DIGEST_PLACES, _DIGEST_ROWS, _DIGEST_VALUES = 8, 16, 2**22
+_DIGEST_PLACES = 8
+_DIGEST_ROWS = 16
+_DIGEST_VALUES = 2**22
 _KEPT = 0.875  # of the memory is for samples that are read later, the rest for blocks
 _DRAWN = 0x73746F72  # a stream of counters apart from those of the sampler
 
@@ -196,12 +198,14 @@ class StoredSource:
         return found
 
     def _foresight(self) -> Foresight | None:
-        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
+        need = self._need
+        fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         return need if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples else None
 
     def decodes_of_block(self, own: bool) -> float:
         """How often a block is decoded in an epoch of a full shuffle, about. own: each rank reads blocks that others do not."""
-        need, fits = self._need, self.samples.cache.most_bytes / self.samples.bytes_of_sample
+        need = self._need
+        fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         if self.foresight is None:
             return need.rows * max(0.0, 1 - fits / need.samples)
         ranks: Ranks | None = self._known.get("ranks")
@@ -258,7 +262,8 @@ class StoredSource:
         ranks: Ranks | None = self._known.get("ranks")
         if ranks is None:
             return None
-        shape, chosen = self.fields[name].shape, "all" if indices is None else digest({"indices": indices})
+        shape = self.fields[name].shape
+        chosen = "all" if indices is None else digest({"indices": indices})
 
         def read(rows: np.ndarray) -> np.ndarray:
             found = self.read_field(name, rows if indices is None else indices[rows])

@@ -82,7 +82,8 @@ class TensorBoard:
 
     def _write_texts(self) -> None:
         """The configuration and the header, behind the first numbers: a page that is opened before them would begin with the texts."""
-        event, self._start = self._start, None
+        event = self._start
+        self._start = None
         if event is None:
             return
         rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in flat_config(self._config).items())

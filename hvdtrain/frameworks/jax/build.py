@@ -27,7 +27,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     first, *others = pick_devices(jax, config, communicator)
     target = Target(first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others))
     model = build_model(config, task, target, communicator)
-    shapes, ties = {name: p.shape for name, p in zip(model.names, model.start, strict=True)}, model.functions.ties
+    shapes = {name: p.shape for name, p in zip(model.names, model.start, strict=True)}
+    ties = model.functions.ties
     notes = check_patterns(config, shapes, Ties({name: name for name in model.names} | dict(ties)))
     learner = JaxLearner(config, model, make_optimizer(config, model), task, communicator, target)
     learner.notes = (*learner.notes, *notes)
@@ -79,7 +80,8 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
 
     Raises UserError where there are fewer.
     """
-    wanted, first = config.speed.devices, pick_device(jax, config, communicator)
+    wanted = config.speed.devices
+    first = pick_device(jax, config, communicator)
     if wanted == 1:
         return [first]
     devices = jax.local_devices(backend=first.platform)

@@ -72,14 +72,18 @@ class WholeUnits:
 
     def __init__(self, cut: CutUnits, communicator: Communicator, target: Target, keeps_all: bool) -> None:
         """keeps_all: those of blocks stay until drop()."""
-        self._cut, self._communicator, self._target, self._keeps_all = cut, communicator, target, keeps_all
+        self._cut = cut
+        self._communicator = communicator
+        self._target = target
+        self._keeps_all = keeps_all
         self._parts: Weights | None = None  # that the whole ones are of
         self._found: dict[int, Weights] = {}
 
     def of(self, number: int, parts: Weights) -> Weights:
         """The whole weights of a unit. A collective, unless the unit is here, which it is on all ranks alike."""
         if parts is not self._parts:
-            self._parts, self._found = parts, {}
+            self._parts = parts
+            self._found = {}
         if number not in self._found:
             if number != REST and not self._keeps_all:
                 self._found = {REST: self._found[REST]} if REST in self._found else {}
@@ -99,7 +103,8 @@ class WholeUnits:
         self._found.pop(number, None)
 
     def drop_all(self) -> None:
-        self._parts, self._found = None, {}
+        self._parts = None
+        self._found = {}
 
 
 class BlockPasses:
@@ -122,9 +127,13 @@ class BlockPasses:
         reshards: bool,
     ) -> None:
         """formulas: of a model with_marked_blocks(); padding: a batch of one row."""
-        self.formulas, self.communicator, self.target, self.phases = formulas, communicator, target, phases
+        self.formulas = formulas
+        self.communicator = communicator
+        self.target = target
+        self.phases = phases
         self.norm_ranks: NormRanks | None = formulas.model.norms.ranks
-        self.programs, self._passes = Programs(), dict[Any, CutPass]()
+        self.programs = Programs()
+        self._passes = dict[Any, CutPass]()
         self._like = [jax.ShapeDtypeStruct(shape, target.dtype) for shape in shapes]
         with target.enable_x64():
             arguments = self._on_device(buffers, DeviceBatch(0, 0, padding), 1, key_data(0))
@@ -217,7 +226,9 @@ class Training:
 
     def __init__(self, passes: BlockPasses, parts: Weights, cut: CutPass, arguments: tuple[Any, ...] | None) -> None:
         """arguments: None on a rank that computes nothing, and takes part in what ranks send each other."""
-        self._passes, self._parts, self._cut = passes, parts, cut
+        self._passes = passes
+        self._parts = parts
+        self._cut = cut
         self.variables = None if arguments is None else cut.begin(arguments)
         self._cotangents: Variables = {}
         self._of_rest: dict[int, jax.Array] = {}  # number of a parameter -> its gradient so far
@@ -320,7 +331,8 @@ class Training:
 
     def _reduce(self, number: int, row: jax.Array | None) -> None:
         """Keeps this rank's part of the sum over ranks of a unit's gradient; row: None where this rank has no samples."""
-        unit, passes = self._passes.cut.units[number], self._passes
+        unit = self._passes.cut.units[number]
+        passes = self._passes
         if not unit.parameters:
             return
         on_host = np.zeros(unit.cut.length, passes.target.dtype) if row is None else np.asarray(row)  # the host waits for the device here

@@ -27,7 +27,9 @@ class Trained:
     """The weights of a job whose script gave the model."""
 
     def __init__(self, model: Any, library: Library | None) -> None:
-        self._model, self._library, self._found = model, library, None
+        self._model = model
+        self._library = library
+        self._found = None
 
     def take(self, learner: Any) -> None:
         """Keeps the weights that an evaluation has, the averages where there are some. A collective."""

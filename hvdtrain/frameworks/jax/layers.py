@@ -128,7 +128,8 @@ def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Arra
 def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
     """A cross-correlation of odd size K with K // 2 rows of zeros on each side: (n, H, W, inputs) -> (n, ceil(H / stride), ..., outputs)"""
     weight = params[f"{name}.weight"]  # (outputs, inputs, K, K), as torch has them
-    layout, padding = ("NHWC", "OIHW", "NHWC"), weight.shape[2] // 2
+    layout = ("NHWC", "OIHW", "NHWC")
+    padding = weight.shape[2] // 2
     sides = ((padding, padding),) * 2
     found = jax.lax.conv_general_dilated(x, weight, (stride, stride), sides, dimension_numbers=layout)
     return found + params[f"{name}.bias"] if f"{name}.bias" in params else found

@@ -55,7 +55,9 @@ class JaxLearner(Learner):
     def __init__(
         self, config: Config, model: Model, optimizer: AnyOptimizer, task: Task, communicator: Communicator, target: Target
     ) -> None:
-        self.task, self.communicator, self.target = task, communicator, target
+        self.task = task
+        self.communicator = communicator
+        self.target = target
         self.data = self.readers = communicator
         if config.shard.stage == 3:  # a rank that drew others would have parts of them
             model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
@@ -64,13 +66,15 @@ class JaxLearner(Learner):
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
-        self._has_averages, self._skips = config.optim.ema is not None, config.guard.nonfinite == "skip"
+        self._has_averages = config.optim.ema is not None
+        self._skips = config.guard.nonfinite == "skip"
         self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
         self.waits_only_in_communication = self._phases.are_timed and model.norms.ranks is None
         start = model.norms.start()
         self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
         with target.enable_x64():
-            part, views = part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields)
+            part = part_of(task, "jax", config, Place(target.dtype))
+            views = make_views(config, task.fields)
         self._counts_exactly = counts_exactly(part)
         self._passes: Passes
         self._strategy: Strategy
@@ -87,7 +91,8 @@ class JaxLearner(Learner):
             self._strategy = strategy(config, model, optimizer, communicator, target, self._phases)
             self._passes = WholePasses(Formulas(self.model, part, views), target.everywhere)
         self.is_sharded = self._strategy.is_sharded
-        self._optimizer, self._zero = optimizer, target.to_device(np.zeros((), target.dtype))
+        self._optimizer = optimizer
+        self._zero = target.to_device(np.zeros((), target.dtype))
         self.weights = self._strategy.start_weights(model.start)
         self._where_model = config.where("model.name")
         self._decoder: Decoder | None = None  # since tokens were drawn
@@ -115,7 +120,8 @@ class JaxLearner(Learner):
         return {name: self.target.to_device(array) for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()}
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
-        sums, buffers = zero_sums(self.task.sums), self.buffers
+        sums = zero_sums(self.task.sums)
+        buffers = self.buffers
         divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
         self._phases.begin()
         with self.target.enable_x64():
@@ -235,7 +241,8 @@ class JaxLearner(Learner):
         return plain_names([*(f"p.{name}" for name in self.model.names), *(f"b.{name}" for name in self.buffers)]) | ties
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)
+        live = {piece.name: piece for piece in self.pieces()}
+        stream = as_stream(state)
         check_maker(self._optimizer.made_by, stream.shapes)
         check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
         loaded = {name: self._part_on_device(live[name], array) for name, array in stream.arrays}

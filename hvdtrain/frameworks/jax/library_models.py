@@ -137,7 +137,8 @@ class Nnx:
         graph, *states = nnx.split(module, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
         flat = [jax.tree.flatten(state) for state in states]
         _, (keys, _), (counts, _), (others, _) = flat
-        flags, wanted = _flags_of(type(module).__call__), inspect.signature(type(module).__call__).parameters
+        flags = _flags_of(type(module).__call__)
+        wanted = inspect.signature(type(module).__call__).parameters
         start = nnx.to_pure_dict(states[0])
         sown: set[str] = set()
 
@@ -188,7 +189,8 @@ class Equinox:
         if any(isinstance(part, equinox.nn.StateIndex) for part in _parts(module, equinox.nn.StateIndex)):
             raise ChangedByPass("it has a layer with a StateIndex")
         params, static = equinox.partition(module, equinox.is_inexact_array)
-        wanted, flags = inspect.signature(type(module).__call__).parameters, _flags_of(type(module).__call__)
+        wanted = inspect.signature(type(module).__call__).parameters
+        flags = _flags_of(type(module).__call__)
 
         def apply(params: Any, x: jax.Array, key: jax.Array | None = None) -> Any:
             whole = equinox.combine(params, static)

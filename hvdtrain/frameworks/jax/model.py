@@ -79,7 +79,8 @@ class Model(NamedTuple):
 
     def outputs(self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None) -> tuple[jax.Array, Params]:
         """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass. of_pass: None in evaluation."""
-        apply, params = self.functions.apply, self.tree(weights)
+        apply = self.functions.apply
+        params = self.tree(weights)
         known = inspect.signature(apply).parameters
         more = {"key": of_pass.key} if of_pass and "key" in known else {}
         if "norms" not in known:
@@ -105,9 +106,11 @@ def key_of(data: Any) -> jax.Array:
 
 def build_model(config: Config, task: Task, target: Target, communicator: Communicator) -> Model:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
-    name, where = config.model.name, config.where("model.name")
+    name = config.model.name
+    where = config.where("model.name")
     with target.enable_x64(), jax.default_device(target.device):
-        part, batch = part_of(task, "jax", config, Place(target.dtype)), _two_samples(task, target)
+        part = part_of(task, "jax", config, Place(target.dtype))
+        batch = _two_samples(task, target)
         inputs = jax.eval_shape(part.inputs, batch)
         key = key_of(key_data(fold(config.seed)))
         functions = _functions(config, task, inputs, key, target.dtype)
@@ -128,7 +131,8 @@ def _two_samples(task: Task, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _functions(config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: jax.Array, dtype: np.dtype) -> Functions:
     """The functions of a plugin by name, of a module of a library, or the user's own pair."""
-    name, where = config.model.name, config.where("model.name")
+    name = config.model.name
+    where = config.where("model.name")
     model = by_name.build_model(config, task, "frameworks/jax/models", random_arguments(config, key))
     if library := library_of(model):
         model = functions_of(library, model, inputs, dtype, key, config)

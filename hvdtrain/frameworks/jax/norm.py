@@ -15,7 +15,9 @@ from hvdtrain.config.schema import NormConfig
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Flow, Params
 
-EPS, MOMENTUM = 1e-5, 0.1  # as torch.nn.BatchNorm2d has them
+# as torch.nn.BatchNorm2d has them
+EPS = 1e-5
+MOMENTUM = 0.1
 
 
 class Statistics(NamedTuple):
@@ -73,17 +75,22 @@ class Norms:
 
     def __init__(self, rule: BatchNorms, samples: Any, training: bool) -> None:
         """samples: how many rows are none of padding."""
-        self._rule, self._samples, self._training = rule, samples, training
+        self._rule = rule
+        self._samples = samples
+        self._training = training
 
     def begin(self, x: jax.Array) -> Flow:
         return Flow(x, {}, jnp.zeros((), jnp.float32))
 
     def __call__(self, params: Params, name: str, flow: Flow) -> Flow:
         """x (rows, ..., C), normalized, scaled and shifted; in training the flow has the norm's new buffers."""
-        x, weight, bias = flow.x, params[f"{name}.weight"], params[f"{name}.bias"]
+        x = flow.x
+        weight = params[f"{name}.weight"]
+        bias = params[f"{name}.bias"]
         self._rule.least_values = min(self._rule.least_values, x[0].size // x.shape[-1])
         if not self._training:
-            mean, variance = params[f"{name}.running_mean"], params[f"{name}.running_var"]
+            mean = params[f"{name}.running_mean"]
+            variance = params[f"{name}.running_var"]
             return flow._replace(x=(x - mean) * jax.lax.rsqrt(variance + EPS) * weight + bias)
         turn = flow.turn
         if self._rule.ranks is None:
@@ -100,7 +107,8 @@ def over_ghosts(x: jax.Array, weight: jax.Array, bias: jax.Array, samples: Any, 
 
     Hoffer 2017, arXiv:1705.08741, algorithm 1.
     """
-    rows, channels = len(x), x.shape[-1]
+    rows = len(x)
+    channels = x.shape[-1]
     ghost = min(ghost, rows)
     count = -(-rows // ghost)
     padded = jnp.pad(x, ((0, count * ghost - rows), *((0, 0),) * (x.ndim - 1)))
@@ -156,12 +164,15 @@ class NormRanks:
     def raise_error(self) -> None:
         """Raises what a collective raised in passes that are complete."""
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def _called(self, call: Any, shape: tuple[int, ...], x: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Numbers go as words of 32 bits: in the thread that JAX makes the call in, it would round float64 to float32."""
-        dtype, words = np.dtype(x.dtype), jax.lax.bitcast_convert_type(x, jnp.uint32)  # (..., 2) of float64
+        # (..., 2) of float64
+        dtype = np.dtype(x.dtype)
+        words = jax.lax.bitcast_convert_type(x, jnp.uint32)
         results = jax.ShapeDtypeStruct((*shape, *words.shape[x.ndim :]), words.dtype), jax.ShapeDtypeStruct((), turn.dtype)
 
         def collective(words: jax.Array, turn: jax.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -218,9 +229,11 @@ def _backward(ranks: NormRanks, name: str, kept: tuple[Any, ...], cotangents: tu
     """Over all N values: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N); of weight and bias this rank's part."""
     x, weight, mean, variance, total, samples = kept
     dy, turn, *_ = cotangents
-    axes, slope = tuple(range(x.ndim - 1)), jax.lax.rsqrt(variance + EPS)
+    axes = tuple(range(x.ndim - 1))
+    slope = jax.lax.rsqrt(variance + EPS)
     normalized = (x - mean) * slope
-    dw, db = (dy * normalized).sum(axes), dy.sum(axes)
+    dw = (dy * normalized).sum(axes)
+    db = dy.sum(axes)
     sums, turn = ranks.add(name, jnp.concatenate([dw, db]), turn)
     dw_mean, db_mean = jnp.split(sums / total, 2)
     real = (jnp.arange(len(x)) < samples).reshape(-1, *(1,) * (x.ndim - 1))

@@ -18,7 +18,8 @@ class Cut:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         sizes = [math.prod(shape) for shape in shapes]
-        self.shapes, self.length = list(shapes), sum(sizes)
+        self.shapes = list(shapes)
+        self.length = sum(sizes)
         self.ends = np.cumsum(sizes)[:-1].tolist()  # of the parameters in the row, without the last
         self.own = part_of(self.length, rank, size)
         begins = [0, *self.ends]

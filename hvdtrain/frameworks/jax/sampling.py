@@ -17,7 +17,8 @@ class Decoder:
 
     def __init__(self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: Target) -> None:
         """tree: the parameters of a list of weights."""
-        self._reader, self._target = reader, target
+        self._reader = reader
+        self._target = target
 
         def last(weights: list[jax.Array], tokens: jax.Array, cache: Any, first: Any) -> tuple[jax.Array, Any]:
             logits, cache = reader.read(tree(weights), tokens, cache, first)

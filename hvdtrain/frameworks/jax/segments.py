@@ -91,7 +91,8 @@ class CutPass:
         behind = len(closed.consts) + len(weights)
         self._constants = dict(zip(whole.invars, closed.consts, strict=False))
         numbers = {v: number for number, v in enumerate(whole.invars[len(closed.consts) : behind])}
-        self._arguments, self._outputs = whole.invars[behind:], whole.outvars
+        self._arguments = whole.invars[behind:]
+        self._outputs = whole.outvars
         self.segments = list(_segments(whole, numbers))
         self._find_the_way_back(numbers)
 

@@ -46,7 +46,9 @@ class Formulas:
     """Loss and gradient. Batches that reach them have rows."""
 
     def __init__(self, model: Model, part: Part, views: Views) -> None:
-        self.model, self.part, self.views = model, part, views
+        self.model = model
+        self.part = part
+        self.views = views
 
     def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
         """In evaluation."""
@@ -77,7 +79,8 @@ class Formulas:
         losses are finite.
         """
         outputs, changed = self.model.outputs(weights, buffers, self.part.inputs(batch.arrays), Pass(key_of(key), batch.n))
-        each, sample_weights = self.part.each(outputs, batch.arrays, True), batch.arrays["w"]
+        each = self.part.each(outputs, batch.arrays, True)
+        sample_weights = batch.arrays["w"]
         sums = _sums(each, batch.n)
         return (each.loss * sample_weights).sum() / divisor, (sums, changed, jnp.isfinite(sums["loss"] * sample_weights).all())
 
@@ -111,7 +114,9 @@ class WholePasses:
     def __init__(self, formulas: Formulas, place: jax.sharding.Sharding | None) -> None:
         """place: of the results, where a rank has several devices."""
         compiled = functools.partial(jax.jit, out_shardings=place)
-        self.gradient, self.sums, self.outputs = compiled(formulas.gradient), compiled(formulas.sums), compiled(formulas.outputs)
+        self.gradient = compiled(formulas.gradient)
+        self.sums = compiled(formulas.sums)
+        self.outputs = compiled(formulas.outputs)
 
     def all_weights(self, weights: Weights) -> Weights:
         return weights
@@ -136,7 +141,9 @@ class Update:
     """The update of every parameter."""
 
     def __init__(self, config: Config, optimizer: AnyOptimizer, ranks: int) -> None:
-        self.config, self.optimizer, self.ranks = config, optimizer, ranks
+        self.config = config
+        self.optimizer = optimizer
+        self.ranks = ranks
 
     def update(
         self, weights: Weights, optimizer_state: OptimizerState, row: Any, hyper: Hyper, key: Any, noisy: bool
@@ -183,7 +190,8 @@ class Optimizer:
     made_by = ""
 
     def __init__(self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
-        self.shapes, self._names = list(shapes), list(names)
+        self.shapes = list(shapes)
+        self._names = list(names)
         self._excluded = [config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes]
         self._rules = [rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)]
 
@@ -222,7 +230,8 @@ class Phases:
 
     def __init__(self, stopwatch: Stopwatch, communicates: bool, waits: bool) -> None:
         """waits: the host waits for the device at the end of each phase, to time it."""
-        self._stopwatch, self._waits = stopwatch, waits
+        self._stopwatch = stopwatch
+        self._waits = waits
         self.are_timed = waits or communicates
 
     def begin(self) -> None:

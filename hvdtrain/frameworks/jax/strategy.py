@@ -73,7 +73,9 @@ class Replicated:
     def __init__(
         self, config: Config, model: Model, optimizer: AnyOptimizer, communicator: Communicator, target: Target, phases: Phases
     ) -> None:
-        self._communicator, self._target, self._phases = communicator, target, phases
+        self._communicator = communicator
+        self._target = target
+        self._phases = phases
         self._measures = config.log.noise_scale
         self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
         update = Update(config, optimizer, communicator.size).update
@@ -90,7 +92,8 @@ class Replicated:
             self._row = gradient if self._row is None else self._row + gradient
 
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
-        row, self._row = self._row, None
+        row = self._row
+        self._row = None
         if row is None:
             row = self._target.to_device(np.zeros(self._length, self._target.dtype))
         mean = self._mean(row)

@@ -33,7 +33,9 @@ class UserFunction:
 
     def __init__(self, config: Config) -> None:
         """Raises UserError where the function lacks what the configuration sets, or its options do not fit."""
-        optim, self.name, self._where = config.optim, config.optim.name, config.where("optim.name")
+        optim = config.optim
+        self.name = config.optim.name
+        self._where = config.where("optim.name")
         self._function = own_function(optim)
         signature = inspect.signature(self._function)
         has = signature.parameters
@@ -60,7 +62,8 @@ class UserFunction:
         """optax.adamw, however the user wrote it, and wherever optax has it."""
         if is_object(self.name):
             return self.name
-        module, name = self._function.__module__, getattr(self._function, "__qualname__", type(self._function).__qualname__)
+        module = self._function.__module__
+        name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
         return self.name.replace(":", ".") if module.startswith("optax.") else f"{module}.{name}"
 
     def transformation(self, rate: Any, *, decays: bool = True) -> Any:
@@ -97,8 +100,11 @@ class UserOptimizer:
 
     def __init__(self, config: Config, names: Sequence[str], shapes: Sequence[tuple[int, ...]], structure: Any) -> None:
         """structure: of the user's tree of parameters. Raises UserError where a step fails."""
-        self.function, self.shapes, self._names = UserFunction(config), list(shapes), list(names)
-        self._where, self._params = config.where("optim.name"), structure
+        self.function = UserFunction(config)
+        self.shapes = list(shapes)
+        self._names = list(names)
+        self._where = config.where("optim.name")
+        self._params = structure
         self._excluded = [is_excluded(shape) for shape in shapes] if self.function.decays_some else []
         self._rate = config.optim.base_lr
         paths, _ = jax.tree_util.tree_flatten_with_path(self._tree([np.zeros(())] * len(names)))
@@ -146,7 +152,8 @@ class UserOptimizer:
             if array.shape not in ((), shape)
         ]
         with jax.enable_x64(True):
-            whole, parts = self._small(), [[p.ravel()[half] for p in self._small()] for half in (slice(0, 2), slice(2, None))]
+            whole = self._small()
+            parts = [[p.ravel()[half] for p in self._small()] for half in (slice(0, 2), slice(2, None))]
             try:
                 found = [jnp.concatenate(both) for both in zip(*map(self._steps, parts), strict=True)]
                 expected = [p.ravel() for p in self._steps(whole)]
@@ -185,7 +192,8 @@ class UserOptimizer:
         self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Sequence[Any], rate: Any, *, decays: bool
     ) -> tuple[list[Any], OptimizerState]:
         """What is added to each parameter, and the new state."""
-        made, old = self.function.transformation(rate, decays=decays), self._joined(optimizer_state)
+        made = self.function.transformation(rate, decays=decays)
+        old = self._joined(optimizer_state)
         updates, new = made.update(self._tree(list(gradients)), old, self._tree(list(weights)))
         if (found := jax.tree_util.tree_structure(new)) != self._structure:
             raise ValueError(f"its state after a step is another tree than before: {found}, {self._structure}")
@@ -198,7 +206,8 @@ class UserOptimizer:
 
     def _steps(self, weights: Sequence[Any]) -> list[Any]:
         """Weights after four steps, whose gradients follow from them; the last has a NaN where an array has a number above 0.999."""
-        state, start = self.start(weights), list(weights)
+        state = self.start(weights)
+        start = list(weights)
         now = list(weights)
         for step in range(4):
             gradients = [jnp.sin((step + 2) * 3 * p) for p in start]

@@ -45,8 +45,11 @@ class Zero:
         in_units: str = "",
     ) -> None:
         """units: of stage 3; in_units: what they are, for the summary."""
-        self._communicator, self._target, self._phases = communicator, target, phases
-        self._stage, self._skips = config.shard.stage, config.guard.nonfinite == "skip"
+        self._communicator = communicator
+        self._target = target
+        self._phases = phases
+        self._stage = config.shard.stage
+        self._skips = config.guard.nonfinite == "skip"
         self._measures = config.log.noise_scale
         self._cut = cut = units or Cut(optimizer.shapes, communicator.rank, communicator.size)
         formulas = ShardUpdate(config, optimizer, cut)
@@ -80,12 +83,14 @@ class Zero:
             with self._target.enable_x64():
                 self._reduce(self._row)
             self._row = None
-        part, self._part = self._part, None
+        part = self._part
+        self._part = None
         self._phases.enter("update")
         with jax.enable_x64(True):  # as in Replicated.update()
             bad, square, mean_square = self._sum_over_ranks(self._gradient_sums(part), "shards.gradient")
             if not (bad and self._skips):
-                key, noisy = key_data(seed), hyper.noise > 0
+                key = key_data(seed)
+                noisy = hyper.noise > 0
                 squares = self._norm_sums(weights, self.optimizer_state, part, square, hyper, key, noisy=noisy)
                 squares = self._sum_over_ranks(squares, "shards.norms")
                 own, self.optimizer_state = self._update(weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy)
@@ -100,7 +105,8 @@ class Zero:
         return self.piece(name, parameter, array) if self._stage == 3 else whole_piece(name, array)
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
-        own, found = self._cut.ranges[parameter], whole_piece(name, array)
+        own = self._cut.ranges[parameter]
+        found = whole_piece(name, array)
         if array.ndim == 0:  # a number for the parameter, which every rank has
             return found
         return found._replace(shape=self._cut.shapes[parameter], start=own.start, stop=own.stop, is_whole=False, is_mine=True)
@@ -139,7 +145,9 @@ class ShardUpdate:
     """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over ranks before the next function."""
 
     def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut | CutUnits) -> None:
-        self.optim, self.optimizer, self.cut = config.optim, optimizer, cut
+        self.optim = config.optim
+        self.optimizer = optimizer
+        self.cut = cut
 
     def gradient_sums(self, part: jax.Array) -> jax.Array:
         """(3,): whether a number of the mean gradient is not finite, its squared norm for clipping, and without clipping by value."""

@@ -160,7 +160,8 @@ def select_strategy(
     training/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
     optimizer or these parameters, and comm.reduce=distributed_optimizer asks for it.
     """
-    comm, communicator = config.comm, mesh.data
+    comm = config.comm
+    communicator = mesh.data
     if config.shard.stage in (1, 2):
         on_host = config.shard.offload != "none"
         return Zero(named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host)
@@ -183,7 +184,8 @@ def select_strategy(
 
 
 def _local_steps(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> LocalSGD | PostLocalSGD:
-    bucket_bytes, begin = int(config.comm.bucket_mb * 2**20), read_length(config.comm.local_from)
+    bucket_bytes = int(config.comm.bucket_mb * 2**20)
+    begin = read_length(config.comm.local_from)
     local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
     if not begin.amount:
         return local

@@ -105,7 +105,8 @@ def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.
     """Both by one gather of pixels from images with a border that is black, or reflects them."""
     n, height, width, channels = pixels.shape
     border = 0 if shift is None else int(np.abs(shift).max(initial=0))
-    tall, wide = height + 2 * border, width + 2 * border
+    tall = height + 2 * border
+    wide = width + 2 * border
     padded = pixels
     if border and reflects:
         for axis, size in ((1, height), (2, width)):
@@ -157,11 +158,13 @@ def _resized_crop(pixels: torch.Tensor, box: np.ndarray, flipped: np.ndarray | N
     (upper, lower, down), (before, after, right) = (
         [_to_device(array, pixels) for array in axis] for axis in interpolate_box(box, flipped, height, width)
     )
-    rows, first_row = pixels.view(n * height, width * channels), height * _arange(n, pixels)[:, None]
+    rows = pixels.view(n * height, width * channels)
+    first_row = height * _arange(n, pixels)[:, None]
     above, below = (rows.index_select(0, (first_row + row).view(-1)).view(n, height, width * channels) for row in (upper, lower))
     weight = down[:, :, None]
     mixed = above * (WEIGHT_ONE - weight) + below * weight  # int32 (n, H, W C)
-    points, first_point = mixed.view(n * height * width, channels), (width * _arange(n * height, pixels)).view(n, height, 1)
+    points = mixed.view(n * height * width, channels)
+    first_point = (width * _arange(n * height, pixels)).view(n, height, 1)
     left_point, right_point = (
         points.index_select(0, (first_point + column[:, None]).view(-1)).view(n, height, width, channels) for column in (before, after)
     )

@@ -30,7 +30,9 @@ class Dense(Arrangement):
 
     def cut(self) -> None:
         """Raises UserError where the model names no dense part that can be cut."""
-        making, config, scheme = self.making, self.making.config, self.making.config.parallel.dense
+        making = self.making
+        config = self.making.config
+        scheme = self.making.config.parallel.dense
         assert scheme != "none", "arrangement_of() asks for it"
         if making.planned is None:
             send_from_rank_0(self.model, making.mesh)
@@ -64,12 +66,16 @@ class DenseUpdates(Passes):
     def __init__(self, config: Config, *of_passes: Any, model: HybridModel, strategy: Strategy) -> None:
         """of_passes: as Passes has them. Raises UserError for a task whose samples do not all weigh the same."""
         super().__init__(config, *of_passes)
-        forward, scale = self._forward, self._scale
+        forward = self._forward
+        scale = self._scale
         if forward.task.sample_weight is None:
             what = "the samples of this task do not all weigh the same, and the weight of a turn is not known"
             raise UserError(what, config.where("parallel.dense_updates"), "parallel.dense_updates=1")
-        self._config, self._model, self._strategy = config, model, strategy
-        self._updates, self._sample_weight = config.parallel.dense_updates, forward.task.sample_weight
+        self._config = config
+        self._model = model
+        self._strategy = strategy
+        self._updates = config.parallel.dense_updates
+        self._sample_weight = forward.task.sample_weight
         self._leaves_out = config.guard.nonfinite == "skip" or bool(scale.tensors)
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
         self._bad = torch.zeros((), dtype=torch.bool)  # whether a gradient of the step so far is not finite; of this rank
@@ -89,7 +95,8 @@ class DenseUpdates(Passes):
 
         Leaves in all other parameters the gradient of the sum of own losses / weight of the global batch.
         """
-        x, sums = only_one(self._forward.inputs_of(batch)), zero_sums(self._forward.task.sums)
+        x = only_one(self._forward.inputs_of(batch))
+        sums = zero_sums(self._forward.task.sums)
         self._bad = torch.zeros((), dtype=torch.bool, device=x.device)
         shards = [self._strategy.shard(p) for p in self._dense]
         update = Update(self._config, optimizer, self._strategy, shards, self._scale, lambda: None, lambda optimizer: optimizer.step())

@@ -63,10 +63,12 @@ def gpu(device: torch.device) -> Gpu | None:
     """The device as NVML and the trainer know it; None for the CPU."""
     if device.type != "cuda":
         return None
-    name, uuid = torch.cuda.get_device_properties(device).name, _uuid(device)
+    name = torch.cuda.get_device_properties(device).name
+    uuid = _uuid(device)
     why = "" if uuid else "this torch does not report the identity of the GPU"
     if torch.version.hip:
-        uuid, why = "", "NVML counts GPUs of NVIDIA, and this one is AMD's"
+        uuid = ""
+        why = "NVML counts GPUs of NVIDIA, and this one is AMD's"
     kind = "MIG" if " MIG " in name else "GPU"  # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
     return Gpu(f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device))
 
@@ -123,8 +125,12 @@ def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
     return ""
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-KEPT_BYTES, DEFAULT_BYTES = (2**31 - 1, 2**30), (64 << 20, 32 << 20)  # (trim, mmap): bytes; what glibc's own thresholds grow to at most
+# of glibc's malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+# (trim, mmap): bytes; what glibc's own thresholds grow to at most
+KEPT_BYTES = (2**31 - 1, 2**30)
+DEFAULT_BYTES = (64 << 20, 32 << 20)
 LARGE_BYTES = 2**18  # bytes
 SETTINGS_OF_GLIBC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 

@@ -48,7 +48,8 @@ class TrainingModel(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, when_empty: WhenEmpty) -> None:
         super().__init__()
-        self.model, self._when_empty = model, when_empty
+        self.model = model
+        self._when_empty = when_empty
 
     def forward(self, inputs: Called) -> Any:
         if len(any_of(inputs)) or self._when_empty == "call":
@@ -125,9 +126,14 @@ class Forward:
         views: Views,
         when_empty: WhenEmpty,
     ) -> None:
-        self._training, self._evaluation = training, evaluation
-        self._when_empty, self._views = when_empty, views
-        self.inputs, self.precision, self.task, self._part = inputs, precision, task, part
+        self._training = training
+        self._evaluation = evaluation
+        self._when_empty = when_empty
+        self._views = views
+        self.inputs = inputs
+        self.precision = precision
+        self.task = task
+        self._part = part
         model = getattr(evaluation, "_orig_mod", evaluation)  # of torch.compile
         self._added_loss = model.added_loss if isinstance(model, AddsLoss) else AddsLoss().added_loss
 
@@ -230,7 +236,10 @@ def continue_sequences(
     n = len(prompts)
     found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
     numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(prompts.device)  # (n, length)
-    cache, begin, read = model.empty_cache(), 0, 0  # the cache has positions begin ... read - 1
+    # the cache has positions begin ... read - 1
+    cache = model.empty_cache()
+    begin = 0
+    read = 0
     for at in range(prompts.shape[1], length):
         before_each()
         if not n:  # other ranks have the sequences

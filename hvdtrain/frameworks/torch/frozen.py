@@ -28,7 +28,8 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     Frozen is what model.freeze fits, and with model.lora all but the adapters, model.lora_train and model.weights_skip. An array with
     several names is frozen by any of them. Raises UserError where a pattern fits nothing, or changes nothing.
     """
-    ties, adapted = ties_of(model), _adapted_names(model)
+    ties = ties_of(model)
+    adapted = _adapted_names(model)
     names = [name for name in all_names(model) if not (config.lora and is_adapter(name))]
     _check_fits("model.freeze", config.freeze, names, "no weight of the model", config.where("freeze"))
     frozen = ties.spread(_fitting(names, config.freeze))
@@ -107,7 +108,8 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     """Lines of the header: what is trained beside adapters, and arrays that a key has by one of their names."""
-    ties, names = ties_of(model), all_names(model)
+    ties = ties_of(model)
+    names = all_names(model)
     found = [
         *ties.lines(_fitting(names, config.freeze), "model.freeze"),
         *ties.lines(_fitting(names, config.lora_train), "model.lora_train"),

@@ -51,7 +51,10 @@ class Inputs:
     """Inputs of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
-        self.device, self._task, self._dtype, self._channels_last = device, task, dtype, channels_last
+        self.device = device
+        self._task = task
+        self._dtype = dtype
+        self._channels_last = channels_last
         self._images = {name for name, field in task.fields.items() if field.dtype == "uint8" and len(field.shape) == 3}
         self._cached: dict[str, torch.Tensor] = {}  # by field, the whole training set; images are (n, H, W, C)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None

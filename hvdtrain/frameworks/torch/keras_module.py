@@ -111,7 +111,8 @@ class KerasModule(AddsLoss):
             return self._model[0](x, training=self.training)
 
     def added_loss(self) -> torch.Tensor | float:
-        model, first = self._model[0], next(self.parameters())
+        model = self._model[0]
+        first = next(self.parameters())
         with _on(first):
             found: torch.Tensor | float = added_loss(model.losses)
         return found

@@ -50,8 +50,10 @@ class Layers(Arrangement):
 
     def cut(self) -> None:
         """Raises UserError where the model says not how it is cut, or its parts would compute something else."""
-        config, mesh = self.making.config, self.making.mesh
-        self._cuts, self.pipelined = dict[torch.nn.Parameter, Cut](), None
+        config = self.making.config
+        mesh = self.making.mesh
+        self._cuts = dict[torch.nn.Parameter, Cut]()
+        self.pipelined = None
         plan = plan_of(self.model, config.where("parallel.tensor")) if config.parallel.tensor > 1 else {}
         first = self._first_units() if config.parallel.pipeline > 1 else []
         if self.making.planned is None:
@@ -62,7 +64,9 @@ class Layers(Arrangement):
             self.pipelined = self._in_stages(first)
 
     def _cut_layers(self, plan: Any) -> None:
-        making, model, where = self.making, self.model, self.making.config.where("parallel.tensor")
+        making = self.making
+        model = self.model
+        where = self.making.config.where("parallel.tensor")
         has_numbers = making.planned is None
         x = not_zeros(only_one(making.example())) if has_numbers else None
         expected = outputs_of(model, x) if x is not None else None
@@ -77,14 +81,16 @@ class Layers(Arrangement):
 
     def _first_units(self) -> list[int]:
         """The first unit of each stage. A collective."""
-        making, config = self.making, self.making.config
+        making = self.making
+        config = self.making.config
         if making.planned is not None:
             return planned_first_units(self.model, config, only_one(making.example()))
         if making.given is not None:
             x = only_one(making.given.example(None, config))
         else:
             x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
-        autocast, world = making.precision.autocast, making.mesh.world
+        autocast = making.precision.autocast
+        world = making.mesh.world
         return first_units(self.model, config, only_one(making.example()), lambda units: agreed_seconds(units, x, autocast, world))
 
     def _in_stages(self, first: list[int]) -> Pipelined:
@@ -112,7 +118,9 @@ class PipelinePasses(Passes):
     def __init__(self, config: Config, *of_passes: Any, pipelined: Pipelined, mesh: Mesh) -> None:
         """of_passes: as Passes has them."""
         super().__init__(config, *of_passes)
-        self._config, self._pipelined, self._mesh = config, pipelined, mesh
+        self._config = config
+        self._pipelined = pipelined
+        self._mesh = mesh
 
     def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
         return self._all
@@ -153,7 +161,8 @@ class PipelinePasses(Passes):
         return self._pipelined.last_passes()
 
     def under_way(self) -> UnderWay | None:
-        found, mesh = self._pipelined.under_way(), self._mesh
+        found = self._pipelined.under_way()
+        mesh = self._mesh
         if found is None or found.waits_for is None:
             return found
         apart = mesh.world.size // mesh.pipe.size  # of the ranks of a pipeline
@@ -165,7 +174,8 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
 
     Computes with as many threads as a rank has where all ranks that have the model share this machine.
     """
-    alone, threads = SingleProcessCommunicator(), torch.get_num_threads()
+    alone = SingleProcessCommunicator()
+    threads = torch.get_num_threads()
     device = pick_device(config, alone)
     precision = pick_precision(config, device, alone)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))

@@ -46,7 +46,8 @@ class _Cut(NamedTuple):
 def layout(config: Config, task: Task, ranks: int) -> Layout:
     """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
     parallel = config.parallel
-    model, like = checked_model(config, task), torch.empty(0)
+    model = checked_model(config, task)
+    like = torch.empty(0)
     layers = _layers(model, only_one(example(2, config, task, like)))
     stage_of, between = _stages(model, config, task)
     cuts = _tensor_cuts(model, config, layers) | _dense_cuts(model, config, ranks, layers)
@@ -81,7 +82,8 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
     finally:
         for hook in hooks:
             hook.remove()
-    found, seen = [], set[nn.Parameter]()
+    found = []
+    seen = set[nn.Parameter]()
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p not in seen}
         seen.update(own.values())
@@ -99,14 +101,17 @@ def _bytes_of_sample(x: Any) -> int:
 
 def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict[str, _Cut]:
     """Cuts of the layers that the ranks of a tensor group have in parts, by name."""
-    parts, where = config.parallel.tensor, config.where("parallel.tensor")
+    parts = config.parallel.tensor
+    where = config.where("parallel.tensor")
     if parts == 1:
         return {}
-    by_name, found = {layer.name: layer for layer in layers}, {}
+    by_name = {layer.name: layer for layer in layers}
+    found = {}
     for name, way in resolve(model, plan_of(model, where), parts, where).items():
         if name not in by_name:  # a tied weight is that of its first layer
             continue
-        inputs, outputs = shown_bytes(by_name[name].inputs), shown_bytes(by_name[name].outputs)
+        inputs = shown_bytes(by_name[name].inputs)
+        outputs = shown_bytes(by_name[name].outputs)
         if way.kind == "columns":
             found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample", way.groups)
         elif way.kind == "rows":
@@ -125,7 +130,8 @@ def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Laye
     hybrid = HybridModel(model, PlannedCommunicator(ranks, frozenset()), config.parallel.dense, config.where("parallel.dense"))
     of_cuts = hybrid.cuts()
     names = list(dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts))
-    by_name, found = {layer.name: layer for layer in layers}, {}
+    by_name = {layer.name: layer for layer in layers}
+    found = {}
     for number, name in enumerate(names):
         rows = f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; " if not number else ""
         found[name] = _Cut("columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample")
@@ -137,7 +143,8 @@ def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int
     if config.parallel.pipeline == 1:
         return {}, ""
     like = torch.empty(0)
-    units, x = units_of(model, config.where("parallel.pipeline")), only_one(example(2, config, task, like))
+    units = units_of(model, config.where("parallel.pipeline"))
+    x = only_one(example(2, config, task, like))
     first = first_units(model, config, x, seconds_of=None)
     stage_of: dict[nn.Parameter, int] = {}
     for number, unit in enumerate(units):
@@ -166,7 +173,8 @@ def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _C
 
 
 def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]) -> LayoutRow:
-    parallel, readers = config.parallel, len(places) // config.parallel.ranks
+    parallel = config.parallel
+    readers = len(places) // config.parallel.ranks
     way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
     held: list[Share | None] = []
     for rank, place in enumerate(places):
@@ -188,7 +196,8 @@ def _updated(rows: list[LayoutRow], rank: int, place: Coordinates, config: Confi
     """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has whole its first rank."""
     total = 0.0
     for row in rows:
-        held, is_cut = row.held[rank], bool(row.sent)
+        held = row.held[rank]
+        is_cut = bool(row.sent)
         if held is None or (not is_cut and place.tensor):
             continue
         shards = config.shard.stage in (1, 2) or (config.parallel.dense != "none" and not is_cut)
@@ -201,7 +210,8 @@ def _name(alike: list[_Layer]) -> str:
     """ "blocks.0-3.fc1" """
     if len(alike) == 1:
         return alike[0].name
-    first, last = alike[0].name.split("."), alike[-1].name.split(".")
+    first = alike[0].name.split(".")
+    last = alike[-1].name.split(".")
     return ".".join(one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True))
 
 
@@ -244,7 +254,8 @@ def _gradients(config: Config, found: Layout, readers: int) -> str:
 
 
 def _notes(config: Config) -> list[str]:
-    parallel, found = config.parallel, list[str]()
+    parallel = config.parallel
+    found = list[str]()
     if parallel.stages_of_rank > 1:
         found.append(f"stage s is on rank s % {parallel.pipeline} of its pipeline")
     if parallel.pipeline > 1 and parallel.balance == "seconds":

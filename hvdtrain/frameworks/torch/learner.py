@@ -66,9 +66,11 @@ class TorchLearner(Learner):
     notes: list[str] = field(default_factory=list)  # lines for the header
 
     def __post_init__(self) -> None:
-        self.data, self.readers = self.mesh.data, self.mesh.readers
+        self.data = self.mesh.data
+        self.readers = self.mesh.readers
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.dtype, self.device = self.parameters[0].dtype, self.forward.inputs.device
+        self.dtype = self.parameters[0].dtype
+        self.device = self.forward.inputs.device
         self.buffers = Buffers(self.model, self.device)
         self.saves_buffers = self.config.guard.nonfinite == "skip" or bool(self.scale.tensors)
         self.waits_only_in_communication = not self.strategy.waits_in_passes and self.config.norm.kind != "sync"
@@ -272,7 +274,8 @@ class TorchLearner(Learner):
         return self.passes.last_passes()
 
     def under_way(self) -> UnderWay | None:
-        found, doing = self.passes.under_way(), doing_in(self.orders)
+        found = self.passes.under_way()
+        doing = doing_in(self.orders)
         return UnderWay(doing, None) if found is None and doing else found
 
     def gpu(self) -> Gpu | None:
@@ -305,10 +308,16 @@ def arrangement_of(config: Config) -> type[Arrangement]:
 
 def assemble(arrangement: Arrangement) -> TorchLearner:
     """The learner of an arrangement, whose model is checked and cut."""
-    making, config, mesh, device = arrangement.making, arrangement.making.config, arrangement.making.mesh, arrangement.making.device
-    task, precision, stopwatch = making.task, making.precision, making.stopwatch
+    making = arrangement.making
+    config = arrangement.making.config
+    mesh = arrangement.making.mesh
+    device = arrangement.making.device
+    task = making.task
+    precision = making.precision
+    stopwatch = making.stopwatch
     assert task is not None, "own_loop/ has a script's own model"
-    model, is_users_class = arrangement.model, plugins.is_dotted(config.model.name)
+    model = arrangement.model
+    is_users_class = plugins.is_dotted(config.model.name)
     channels_last = use_channels_last(config.speed.channels_last, is_users_class, model, device, arrangement.keeps_memory_order)
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -319,7 +328,8 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
         meter = Meter(parameters, mesh.world)
     strategy = arrangement.strategy(named, optimizer)
-    body, when_empty = arrangement.body, arrangement.when_empty
+    body = arrangement.body
+    when_empty = arrangement.when_empty
     wrapped = strategy.wrap(TrainingModel(body, when_empty), optimizer)
     if isinstance(model, AddsLoss):
         wrapped.optimizer.register_step_post_hook(lambda *_: model.constrain())

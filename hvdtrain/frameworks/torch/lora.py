@@ -65,7 +65,8 @@ def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelCo
 
 
 def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
-    weight, rank = layer.weight, config.lora_rank
+    weight = layer.weight
+    rank = config.lora_rank
     if rank > min(weight.shape):
         what = f"model.lora_rank={rank} is more than a layer of {weight.shape[1]} inputs and {weight.shape[0]} outputs has"
         raise UserError(what, config.where("lora_rank"), f"{min(weight.shape)} or less")
@@ -75,7 +76,8 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
     layer.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
     layer.lora_B = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
     nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
-    layer.lora_scale, layer.lora_dropout = config.lora_scale, config.lora_dropout
+    layer.lora_scale = config.lora_scale
+    layer.lora_dropout = config.lora_dropout
 
 
 def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:

@@ -100,7 +100,8 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
 
     like: has the device of the inputs and the number type of the weights; None: the model's first parameter.
     """
-    first, where = next(model.parameters()) if like is None else like, config.where("model.name")
+    first = next(model.parameters()) if like is None else like
+    where = config.where("model.name")
     part = part_of(task, "torch", config, Place(first.dtype, first.device))
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         batch = zeros(count, task, first)
@@ -200,7 +201,8 @@ def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
-    name, where = config.model.name, config.where("model.name")
+    name = config.model.name
+    where = config.where("model.name")
     try:
         with watched(config), counted(most_bytes()):
             set_number_type(config)
@@ -323,7 +325,8 @@ class GivenModel:
 
     def take(self, learner: Trained) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
-        arrays, has_adapters = learner.weights(), bool(learner.config.model.lora)
+        arrays = learner.weights()
+        has_adapters = bool(learner.config.model.lora)
         if has_adapters:
             arrays = merged(arrays, learner.config.model.lora_scale)
         state = {

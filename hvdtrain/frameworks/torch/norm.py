@@ -33,7 +33,8 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
     """
     if kind == "batch":
         return model
-    ghosts, order = Ghosts(ghost), order_of_norms(communicator)
+    ghosts = Ghosts(ghost)
+    order = order_of_norms(communicator)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, norm in model.named_modules():  # a layer in two places appears once
         if isinstance(norm, _BatchNorm):
@@ -59,7 +60,8 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
 
 def check_replaceable(norm: _BatchNorm, name: str, kind: Kind) -> None:
     """Raises UserError for a layer that would lose something by the replacement."""
-    layer, where = f"{name or 'the model'} ({type(norm).__name__})", f"norm.kind={kind}"
+    layer = f"{name or 'the model'} ({type(norm).__name__})"
+    where = f"norm.kind={kind}"
     if isinstance(norm, LazyModuleMixin):
         raise UserError(f"{layer} does not know its number of channels yet", where, "give it: nn.BatchNorm2d(64), not nn.LazyBatchNorm2d()")
     if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -81,11 +83,13 @@ class GhostBatchNorm(_BatchNorm):
     def __init__(self, norm: _BatchNorm, ghosts: Ghosts, statistics: Statistics) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
         take_over(self, norm)
-        self.ghosts, self.statistics = ghosts, statistics
+        self.ghosts = ghosts
+        self.statistics = statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (n, C, ...), normalized. Raises UserError where the rows of x do not split evenly among the samples."""
-        samples, ghost = self.ghosts.samples or len(x), self.ghosts.ghost
+        samples = self.ghosts.samples or len(x)
+        ghost = self.ghosts.ghost
         if not self.training or samples <= ghost:
             return super().forward(x)
         if len(x) % samples:
@@ -99,21 +103,24 @@ class GhostBatchNorm(_BatchNorm):
             x_full, x_rest = x.split([full * ghost * rows, rest * rows])
             y_full, means_full, variances_full = self._normalise(x_full, full, rows)
             y_rest, mean_rest, variance_rest = self._normalise(x_rest, 1, rows)
-            y, means = torch.cat([y_full, y_rest]), torch.cat([means_full, mean_rest])
+            y = torch.cat([y_full, y_rest])
+            means = torch.cat([means_full, mean_rest])
             variances = torch.cat([variances_full, variance_rest])
         update_running(self, means, variances, one_by_one=self.statistics == "sequential")
         return y
 
     def _normalise(self, x: torch.Tensor, count: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x in `count` ghosts of equally many samples of `rows` rows; the mean and the unbiased variance of each ghost, (count, C)."""
-        channels, plane = self.num_features, math.prod(x.shape[2:])
+        channels = self.num_features
+        plane = math.prod(x.shape[2:])
         if len(x) * plane == count:  # torch refuses such a batch too; here the batch may be large and only its last ghost too small
             what = f"a ghost of {len(x) // rows // count} sample has one value per channel ({tuple(x.shape)}), and so no variance"
             raise UserError(what, "norm.ghost", "a norm.ghost that divides the samples of a rank's forward pass, or leaves two over")
         x_ghosts = x.reshape(-1, count, rows, channels, plane).transpose(2, 3)  # (g, S, C, rows, L)
         flat = x_ghosts.reshape(-1, count * channels, rows * plane)  # a view of x, if it is contiguous and rows is 1
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32)) if self.running_mean is None else self.running_mean
-        means, variances = like.new_zeros(count * channels), like.new_zeros(count * channels)
+        means = like.new_zeros(count * channels)
+        variances = like.new_zeros(count * channels)
         weight, bias = (None if p is None else p.repeat(count) for p in (self.weight, self.bias))
         y = functional.batch_norm(flat, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps)
         y = y.view(x_ghosts.shape).transpose(2, 3).contiguous()
@@ -174,7 +181,9 @@ class SyncBatchNorm(_BatchNorm):
     def __init__(self, norm: _BatchNorm, communicator: Communicator, layer: str, order: SameOrder) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
         take_over(self, norm)
-        self.communicator, self.layer, self.order = communicator, layer, order
+        self.communicator = communicator
+        self.layer = layer
+        self.order = order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.communicator.size == 1:
@@ -190,7 +199,9 @@ class SyncBatchNorm(_BatchNorm):
         The counts travel with the rest, so a host that uses a GPU waits for no device. Means and variances of parts combine without
         cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums of squares would not.
         """
-        channels, local, ranks = self.num_features, x.numel() // self.num_features, self.communicator
+        channels = self.num_features
+        local = x.numel() // self.num_features
+        ranks = self.communicator
         rows = x.new_zeros((ranks.size, 1 + 2 * channels), dtype=torch.promote_types(x.dtype, torch.float32))
         if local:
             mine = rows[ranks.rank]
@@ -237,7 +248,9 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, total, mean, var = ctx.saved_tensors
         norm: SyncBatchNorm = ctx.norm
-        dx, dw, db = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+        dx = torch.empty_like(x)
+        dw = torch.zeros_like(mean)
+        db = torch.zeros_like(mean)
         if len(x):
             fixed = torch.ops.aten.native_batch_norm_backward
             dx, dw, db = fixed(dy.contiguous(), x, weight, mean, var, None, None, False, norm.eps, [True, True, True])
@@ -269,8 +282,11 @@ def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: 
 
 def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
     """Gives `new` the parameters and buffers of `old`, themselves, and whether it trains."""
-    new.weight, new.bias = old.weight, old.bias
-    new.running_mean, new.running_var, new.num_batches_tracked = old.running_mean, old.running_var, old.num_batches_tracked
+    new.weight = old.weight
+    new.bias = old.bias
+    new.running_mean = old.running_mean
+    new.running_var = old.running_var
+    new.num_batches_tracked = old.num_batches_tracked
     new.training = old.training
 
 
@@ -287,12 +303,15 @@ def update_running(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tenso
     keep: float | torch.Tensor
     if one_by_one and norm.momentum is not None:
         later = torch.arange(updates - 1, -1, -1, dtype=means.dtype, device=means.device)  # updates after each
-        weights, keep = norm.momentum * (1 - norm.momentum) ** later, (1 - norm.momentum) ** updates
+        weights = norm.momentum * (1 - norm.momentum) ** later
+        keep = (1 - norm.momentum) ** updates
     elif norm.momentum is not None:
-        weights, keep = means.new_full((len(means),), norm.momentum / len(means)), 1 - norm.momentum
+        weights = means.new_full((len(means),), norm.momentum / len(means))
+        keep = 1 - norm.momentum
     else:
         share = updates / norm.num_batches_tracked.double()  # on the device, for which the host would have to wait
-        weights, keep = (share / len(means)).to(means.dtype).expand(len(means)), 1 - share
+        weights = (share / len(means)).to(means.dtype).expand(len(means))
+        keep = 1 - share
     with torch.no_grad():
         norm.running_mean.mul_(keep).add_((weights.unsqueeze(1) * means).sum(0))
         norm.running_var.mul_(keep).add_((weights.unsqueeze(1) * variances).sum(0))

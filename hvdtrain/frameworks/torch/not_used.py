@@ -85,7 +85,8 @@ def _described(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> 
     if len(list(_tensors(outputs))) < 2:
         return []
     outputs = call(model, part.inputs(batch))
-    named, main = dict(_tensors(outputs)), first_of(outputs)
+    named = dict(_tensors(outputs))
+    main = first_of(outputs)
     loss = part.each(outputs, batch, training=True).loss.sum()
     others = {name: tensor for name, tensor in named.items() if tensor is not main and tensor.requires_grad}
     reached = torch.autograd.grad(loss, list(others.values()), allow_unused=True, retain_graph=True) if others else ()

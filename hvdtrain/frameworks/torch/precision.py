@@ -40,7 +40,8 @@ class Precision(NamedTuple):
 
 def pick_precision(config: Config, device: torch.device, communicator: Communicator) -> Precision:
     """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
-    name, why = config.speed.precision, ""
+    name = config.speed.precision
+    why = ""
     if name == "auto":
         able = all(communicator.allgather_object(is_built_for_bf16(device)))
         name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")

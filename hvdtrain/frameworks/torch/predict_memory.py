@@ -83,7 +83,8 @@ def _count(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature], stage: int, most_passes: int
 ) -> PlannedWork:
     """most_passes: of a step; memory needs two, of which the second adds to gradients, or those that a pipeline has under way."""
-    fuses, moved = _horovod_reduces(config, ranks, features), list[Moved]()
+    fuses = _horovod_reduces(config, ranks, features)
+    moved = list[Moved]()
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -216,7 +217,8 @@ class LiveStorages(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self._read_sizes(list(self._live))
-        self.peak, self.peak_bytes = dict(self.now), self._bytes
+        self.peak = dict(self.now)
+        self.peak_bytes = self._bytes
 
     def mark(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
         """These are of a kind, also those that were made before."""
@@ -266,7 +268,8 @@ class LiveStorages(TorchDispatchMode):
             number, (before, size, reference) = self._number_of[key], known
             self._add(before, -size)
         else:
-            number, size = self._numbers, storage.nbytes()
+            number = self._numbers
+            size = storage.nbytes()
             self._numbers += 1
             self._number_of[key] = number
             reference = weakref.finalize(storage, self._end, key, number)
@@ -278,7 +281,8 @@ class LiveStorages(TorchDispatchMode):
         self.now[kind] += size
         self._bytes += size
         if self._bytes > self.peak_bytes:
-            self.peak, self.peak_bytes = dict(self.now), self._bytes
+            self.peak = dict(self.now)
+            self.peak_bytes = self._bytes
 
     def _end(self, key: int, number: int) -> None:
         kind, size, _ = self._live.pop(number)
@@ -325,7 +329,8 @@ class _FakeStorages(LiveStorages):
         if phase in ("forward", "backward"):
             self._in_passes = True
         elif phase == "update" and self._in_passes:
-            self.touched_bytes, self._in_passes = self.counter.touched_bytes, False
+            self.touched_bytes = self.counter.touched_bytes
+            self._in_passes = False
         super().enter(phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -36,7 +36,9 @@ class Replayed:
     """Turns as they were: the one worker gets the weights that the worker of the log had, and its gradient is the next one."""
 
     def __init__(self, updates: Sequence[WorkerUpdate], world: PointToPoint) -> None:
-        self._updates, self._world, self._worker = updates, world, world.size - 1
+        self._updates = updates
+        self._world = world
+        self._worker = world.size - 1
         self._oldest = max(update.staleness for update in updates)
         self._history: dict[int, torch.Tensor] = {}  # version -> this server's weights
         self._first = 0
@@ -79,7 +81,8 @@ def replay(
     torch.set_num_threads(threads)
     try:
         servers = config.servers.count
-        world, group = ThreadRanks(servers + 1), ThreadRanks(servers)
+        world = ThreadRanks(servers + 1)
+        group = ThreadRanks(servers)
         learners = _learners(config, task, updates, world, group)
 
         def train(learner: TorchLearner) -> Arrays:
@@ -112,15 +115,19 @@ class _InOneProcess(Arrangement):
     """A rank that is a thread."""
 
     def __init__(self, making: Making, model: torch.nn.Module, updates: Sequence[WorkerUpdate]) -> None:
-        self._given, self._updates = model, updates
+        self._given = model
+        self._updates = updates
         super().__init__(making)
 
     def make(self) -> torch.nn.Module:
         return self._given
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        config, mesh, stopwatch = self.making.config, self.making.mesh, self.making.stopwatch
-        servers, world = config.servers, cast(PointToPoint, mesh.world)
+        config = self.making.config
+        mesh = self.making.mesh
+        stopwatch = self.making.stopwatch
+        servers = config.servers
+        world = cast(PointToPoint, mesh.world)
         ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
         if world.rank == servers.count:
             return Worker(servers, ranges, world, stopwatch)

@@ -41,7 +41,10 @@ class Rows(Arrangement):
         Raises UserError for a parameter that is a single number, which has no rows, and for tensor groups on an engine without torch's own
         process groups before torch 2.13.
         """
-        config, mesh, device, precision = self.making.config, self.making.mesh, self.making.device, self.making.precision
+        config = self.making.config
+        mesh = self.making.mesh
+        device = self.making.device
+        precision = self.making.precision
         if "ddp" not in mesh.world.features:
             if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
                 what = f"shard.stage=3 with parallel.tensor does not start on this engine with torch {torch.__version__}"
@@ -49,7 +52,8 @@ class Rows(Arrangement):
             start_process_group(mesh.world)
         given = self.making.given
         model, deferred = make_deferred(self.making.new_model) if given is None else (given.model, None)
-        groups, communicating = device_mesh(mesh, device), self.making.stopwatch.communicating
+        groups = device_mesh(mesh, device)
+        communicating = self.making.stopwatch.communicating
         sharded = shard_model(model, deferred, config, mesh, groups, device, precision.weights, communicating)
         if given is not None:
             give_whole_logits(sharded.model)
@@ -59,7 +63,10 @@ class Rows(Arrangement):
 
     def _planned(self, features: frozenset[Feature]) -> ShardedModel:
 
-        config, mesh, device, precision = self.making.config, self.making.mesh, self.making.device, self.making.precision
+        config = self.making.config
+        mesh = self.making.mesh
+        device = self.making.device
+        precision = self.making.precision
         with unset_fake_temporarily():  # torch reads the numbers of ranks
             ranks = PlannedMesh(mesh.data, features)
         return shard_model(self.making.new_model(), None, config, mesh, ranks, device, precision.weights)
@@ -68,12 +75,15 @@ class Rows(Arrangement):
         """Weights travel in 16 bits from now on where layers compute so: behind the passes that have checked the model."""
         if self.making.precision.layers is not None:
             with copied_buffers(self.model):
-                inputs, making = self.making.example(), self.making
+                inputs = self.making.example()
+                making = self.making
                 self._sharded = self._sharded.for_autocast(lambda model: call(model, inputs), making.device, making.precision.layers)
         self.orders = self._sharded.orders
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        config, mesh, found = self.making.config, self.making.mesh, self._sharded.strategy(self.making.config)
+        config = self.making.config
+        mesh = self.making.mesh
+        found = self._sharded.strategy(self.making.config)
         if config.parallel.ranks == 1:
             return found
         return Divided(found, mesh, [p for _, p in named], dict(self._sharded.cuts), None, config.parallel.sequence)
@@ -90,8 +100,12 @@ class PlannedMesh(DeviceMesh):
             super().__init__("cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, **as_rank)
         else:  # torch 2.9 asks the default process group for the rank
             plain: Any = self
-            plain.device_type, plain.mesh, plain.mesh_dim_names = "cpu", torch.tensor(ranks, dtype=torch.int), ("shard",)
-            plain._flatten_mesh_list, plain._thread_id, plain._coordinate_on_dim = tuple(ranks), None, [0]
+            plain.device_type = "cpu"
+            plain.mesh = torch.tensor(ranks, dtype=torch.int)
+            plain.mesh_dim_names = ("shard",)
+            plain._flatten_mesh_list = tuple(ranks)
+            plain._thread_id = None
+            plain._coordinate_on_dim = [0]
         self._group = (_NothingCopied if "ddp" in features else CommunicatorGroup)(communicator, "planned")
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:

@@ -34,13 +34,17 @@ class Role(Around):
     """
 
     def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> None:
-        self._config, self._named, self._stopwatch = config, named, stopwatch
+        self._config = config
+        self._named = named
+        self._stopwatch = stopwatch
         self._take(mesh)
 
     def _take(self, mesh: Mesh) -> None:
-        self._world, self._now = mesh.world, server_or_worker(self._config, mesh, self._named, self._stopwatch)
+        self._world = mesh.world
+        self._now = server_or_worker(self._config, mesh, self._named, self._stopwatch)
         super().__init__(self._now)
-        self.summary, self.local_mean = self._now.summary, self._now.local_mean
+        self.summary = self._now.summary
+        self.local_mean = self._now.local_mean
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
         return self._now.own_steps(steps)
@@ -70,7 +74,8 @@ class Role(Around):
 
 def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Server | Worker:
     """The strategy of this rank's role."""
-    servers, world = config.servers, point_to_point(mesh.world, config.where("servers.count"))
+    servers = config.servers
+    world = point_to_point(mesh.world, config.where("servers.count"))
     ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.servers)
     if world.rank >= mesh.servers:
         return Worker(servers, ranges, world, stopwatch)

@@ -55,7 +55,8 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(indices)
-        ctx.scale, ctx.strides = scale, x.stride()
+        ctx.scale = scale
+        ctx.strides = x.stride()
         out = x * scale
         _flat(out).index_fill_(0, indices, 0.0)
         return out

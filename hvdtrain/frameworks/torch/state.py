@@ -31,7 +31,10 @@ class LearnerState:
     ) -> None:
         """is_first_replica: no rank before this one has the same parts."""
         self._is_first_replica = is_first_replica
-        self._model, self._optimizer, self._scale, self._strategy = model, optimizer, scale, strategy
+        self._model = model
+        self._optimizer = optimizer
+        self._scale = scale
+        self._strategy = strategy
         self._parameters = dict(model.named_parameters())  # of shard.stage=3: during a pass the model has others
         self._staging = Staging()
 
@@ -43,7 +46,8 @@ class LearnerState:
         tensors = self.tensors()
         self._staging.expect(tensors.values())
         for name, tensor in tensors.items():
-            dtype, read = numpy_type(tensor.dtype), functools.partial(self._staging.read, tensor)
+            dtype = numpy_type(tensor.dtype)
+            read = functools.partial(self._staging.read, tensor)
             shard = (in_parts.get(name) or in_parts.get(name.rpartition(".")[0])) if in_parts else None
             if shard is not None and tensor.shape == shard.parameter.shape:
                 is_mine = self._is_first_replica and shard.is_mine
@@ -78,12 +82,14 @@ class LearnerState:
     def load(self, state: Arrays | ArrayStream) -> None:
         """Loads a state: Learner.load(). Raises UserError where the state is of another model or another class of optimizer."""
         stream = as_stream(state)
-        live, shapes = self.tensors(), without_loss_scale(stream.shapes)
+        live = self.tensors()
+        shapes = without_loss_scale(stream.shapes)
         rule_optimizer.check_class(self._optimizer, shapes)
         model_has: Shapes = without_loss_scale({piece.name: piece.shape for piece in self.pieces()})
         state_has: Shapes = shapes
         if not isinstance(self._optimizer, RuleOptimizer):  # the state of a user's class comes with its first step
-            model_has, state_has = _without_optimizer(model_has), _without_optimizer(shapes)
+            model_has = _without_optimizer(model_has)
+            state_has = _without_optimizer(shapes)
         check_fit(model_has, state_has, stream.is_partial)
         shards = dict(self._trained())
         numbers = {

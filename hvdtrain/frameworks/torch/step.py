@@ -43,8 +43,12 @@ class Update:
         """shards: whose gradients are taken. restore: makes buffers what they were, where a step is left out. step: in the place of
         Strategy.optimizer_step().
         """
-        self._optimizer, self._strategy, self._scale, self._restore = optimizer, strategy, scale, restore
-        self._shards, self._parameters = shards, [shard.parameter for shard in shards]
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._scale = scale
+        self._restore = restore
+        self._shards = shards
+        self._parameters = [shard.parameter for shard in shards]
         self._clip = config.optim.clip_norm, config.optim.clip_value
         self._skips_nonfinite = config.guard.nonfinite == "skip"
         self._step = step or strategy.optimizer_step
@@ -98,8 +102,12 @@ class Passes:
         meter: Meter | NoMeter,
     ) -> None:
         """parameters: those that are trained. meter: of the gradient noise scale."""
-        self._forward, self._scale, self._stopwatch, self._meter = forward, scale, stopwatch, meter
-        self._compile, self._parameters = config.speed.compile, list(parameters)
+        self._forward = forward
+        self._scale = scale
+        self._stopwatch = stopwatch
+        self._meter = meter
+        self._compile = config.speed.compile
+        self._parameters = list(parameters)
 
     def updated_after(self, shards: Sequence[Shard]) -> Sequence[Shard]:
         """The shards that the step's end updates: all, unless passes update some."""

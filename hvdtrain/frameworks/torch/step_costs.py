@@ -38,7 +38,8 @@ class CudaStopwatch:
         self._stamps.append((phase, event))
 
     def read(self) -> list[PhaseTimes]:
-        stamps, self._stamps = self._stamps, []
+        stamps = self._stamps
+        self._stamps = []
         for _, event in stamps:  # a hook may have recorded on another stream than the last one
             if not event.query():
                 event.synchronize()
@@ -54,7 +55,8 @@ class TracingStopwatch:
     """A stopwatch that also records each phase as a range of the trace."""
 
     def __init__(self, inner: Stopwatch) -> None:
-        self.inner, self._thread = inner, threading.get_ident()
+        self.inner = inner
+        self._thread = threading.get_ident()
         self._range: Any = None
 
     def enter(self, phase: str) -> None:

@@ -74,7 +74,8 @@ class _Calls:
         self._outputs[module] = outputs
 
     def rows(self) -> list[LayerSummary]:
-        found, seen = [], set[nn.Parameter]()
+        found = []
+        seen = set[nn.Parameter]()
         for name, module in self._model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p not in seen]
             seen.update(own)

@@ -138,8 +138,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 HEADER = 6  # numbers: how many requests, digest, special flags, bytes inline, own flags, unused
-JOINED, LEAVING = 1, 2  # special flags: ranks do not only make what all of them ask for
-BLOCKED, OVERDUE = 1, 2  # own flags
+# special flags: ranks do not only make what all of them ask for
+JOINED = 1
+LEAVING = 2
+# own flags
+BLOCKED = 1
+OVERDUE = 2
 _COMPARED = 4  # numbers at the beginning that are equal where nothing needs a second exchange
 _BYTES = 8  # of a number
 _PLACES = 16  # bytes, of which the place of a tensor is a multiple: a view as complex128 begins there
@@ -165,7 +169,8 @@ class Block:
         """size: ranks of the set."""
         self._has_inline = size <= INLINE_RANKS
         length = HEADER + (INLINE_BYTES // _BYTES if self._has_inline else 0)
-        self.own, self.rows = np.zeros(length, np.int64), np.zeros((size, length), np.int64)
+        self.own = np.zeros(length, np.int64)
+        self.rows = np.zeros((size, length), np.int64)
         self._places: dict[tuple[int, int, torch.dtype], Place] = {}
 
     def fill(self, requests: Sequence[Request], special: int, own: int) -> None:
@@ -184,7 +189,8 @@ class Block:
 
     def places(self, requests: Sequence[Request]) -> list[Place]:
         """Places of every tensor of requests that are sent inline, in order."""
-        found, start = [], 0
+        found = []
+        start = 0
         for request in requests:
             for tensor in request.inputs:
                 key = start, tensor.numel(), tensor.dtype

@@ -62,22 +62,30 @@ class Lane:
 
         change: makes or removes a process set that all ranks have agreed on.
         """
-        self.ranks, self._settings, self._timeline = list(ranks), settings, timeline
-        self._callers, self._change = callers, change
-        self.communicator, self._exchange = communicator, exchange
+        self.ranks = list(ranks)
+        self._settings = settings
+        self._timeline = timeline
+        self._callers = callers
+        self._change = change
+        self.communicator = communicator
+        self._exchange = exchange
         self._streams = streams or Streams()
         self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline, self._streams)
         self._block = Block(len(self.ranks))
         self._queue: dict[Key, Request] = {}  # in the order of the program
         self._lock = threading.Lock()  # of the queue
         self._rounds = threading.Lock()  # held by the thread that makes rounds
-        self._bucket, self._bucket_bytes, self._bucket_is_empty = 0, 0, True
+        self._bucket = 0
+        self._bucket_bytes = 0
+        self._bucket_is_empty = True
         self._asked: list[Request] | None = None  # of a round that has begun
         self._begun_s = self._before_s = 0.0  # time.monotonic() where the last round began, and the one before
         self._last_asked: list[Request] = []  # of the last one
         self.names_lost = True  # in the error where a connection breaks; which takes a moment
-        self._own_flags, self._special = 0, 0
-        self._last_joined, self._joined_before = -1, set[int]()
+        self._own_flags = 0
+        self._special = 0
+        self._last_joined = -1
+        self._joined_before = set[int]()
         self._all_joined = self._all_leaving = False
         self._ended_meanwhile: list[int] = []  # ranks, where the others have joined: they will not join any more
         self._idle_since: float | None = None  # of rounds without progress
@@ -112,7 +120,9 @@ class Lane:
         """The requests so far are seen by the other ranks from the next round on."""
         with self._lock:
             if not self._bucket_is_empty:
-                self._bucket, self._bucket_bytes, self._bucket_is_empty = self._bucket + 1, 0, True
+                self._bucket = self._bucket + 1
+                self._bucket_bytes = 0
+                self._bucket_is_empty = True
 
     def finish(self, request: Request) -> None:
         """Returns once it is done, by rounds of this thread or of another one. Raises Stalled where it is not done in time."""
@@ -182,7 +192,8 @@ class Lane:
                         raise Missing(f"{ranks_text(self._ended_meanwhile)} ended without it", "hvd.join()", _FIX_NAMES)
             finally:
                 self._special &= ~JOINED
-                self._joined_before, self._idle_since = set(), None
+                self._joined_before = set()
+                self._idle_since = None
         return self._last_joined
 
     def leave(self) -> None:
@@ -263,7 +274,8 @@ class Lane:
         if asked and self._timeline.is_on:
             self._timeline.round_begins()
         self._last_asked = asked
-        self._before_s, self._begun_s = self._begun_s, time.monotonic()
+        self._before_s = self._begun_s
+        self._begun_s = time.monotonic()
         try:
             self._exchange.start(self._block.own, self._block.rows)
         except Exception as error:
@@ -341,7 +353,8 @@ class Lane:
         return request
 
     def _standings(self, asked: Sequence[Request]) -> list[Standing]:
-        special, own = self._special, self._own_flags
+        special = self._special
+        own = self._own_flags
         rank = self.ranks[self.communicator.rank]
         listed = [Asked(request.signature, request.bucket) for request in asked]
         flags = bool(special & JOINED), bool(special & LEAVING), bool(own & BLOCKED), bool(own & OVERDUE)
@@ -364,7 +377,8 @@ class Lane:
     def _refuse(self, decision: Decision, own: dict[Key, Request]) -> None:
         for key, refusal in decision.refused.items():
             if key in own:
-                request, kind = own[key], Missing if refusal.of_missing else Mismatch
+                request = own[key]
+                kind = Missing if refusal.of_missing else Mismatch
                 if self._timeline.is_on:
                     self._timeline.negotiated([request])
                 request.fail(error := kind(refusal.what, request.signature.where, _FIX_NAMES))

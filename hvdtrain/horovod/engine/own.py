@@ -27,11 +27,16 @@ class OwnEngine:
 
     def __init__(self, communicator: Communicator, settings: Settings) -> None:
         """A collective."""
-        self.name, self._communicator, self._settings = communicator.name, communicator, settings
+        self.name = communicator.name
+        self._communicator = communicator
+        self._settings = settings
         self._numbers = itertools.count(1)
-        self._waiting, self._lock = 0, threading.Lock()
+        self._waiting = 0
+        self._lock = threading.Lock()
         self._is_asynchronous = "asynchronous" in communicator.features
-        self._can_shrink, self._timeline, self._callers = False, Timeline(), Callers()
+        self._can_shrink = False
+        self._timeline = Timeline()
+        self._callers = Callers()
         self._begin()
         if settings.timeline is not None:
             self.start_timeline(settings.timeline, mark_cycles=settings.marks_cycles)
@@ -39,12 +44,15 @@ class OwnEngine:
     def _begin(self) -> None:
         """With the ranks of the communicator, and no process set but that of all of them."""
         communicator = self._communicator
-        self.rank, self.size = communicator.rank, communicator.size
-        self.local_rank, self.local_size = communicator.local_rank, communicator.local_size
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.local_rank = communicator.local_rank
+        self.local_size = communicator.local_size
         places = communicator.allgather_object((communicator.local_rank, communicator.local_size))
         hosts = split_groups(communicator, 0).hosts if self.size > 1 else [0]
         beside = sorted({hosts[rank] for rank, (local_rank, _) in enumerate(places) if local_rank == self.local_rank})
-        self.cross_rank, self.cross_size = beside.index(hosts[self.rank]), len(beside)
+        self.cross_rank = beside.index(hosts[self.rank])
+        self.cross_size = len(beside)
         self.is_homogeneous = len({local_size for _, local_size in places}) == 1
         self._sets: dict[int, list[int]] = {GLOBAL: list(range(self.size))}
         self._lanes = {GLOBAL: self._lane(communicator, self._sets[GLOBAL])}
@@ -186,7 +194,8 @@ class OwnEngine:
             if lane.has_left:
                 self._free(lane)
         self._handles.clear()
-        self._sets, self._lanes = {GLOBAL: self._sets[GLOBAL]}, {GLOBAL: self._lanes[GLOBAL]}
+        self._sets = {GLOBAL: self._sets[GLOBAL]}
+        self._lanes = {GLOBAL: self._lanes[GLOBAL]}
         self._last_id = GLOBAL
 
     def abort(self, code: int) -> NoReturn:

@@ -25,7 +25,10 @@ class Performer:
     def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline, streams: Streams) -> None:
         """ranks: of the job, those of the communicator."""
         self._streams = streams
-        self._communicator, self._ranks, self._fusion_bytes, self._timeline = communicator, list(ranks), fusion_bytes, timeline
+        self._communicator = communicator
+        self._ranks = list(ranks)
+        self._fusion_bytes = fusion_bytes
+        self._timeline = timeline
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # reused from batch to batch
         self._start = {
             "allreduce": self._start_allreduce,
@@ -48,14 +51,16 @@ class Performer:
 
     def _begin(self, batch: Batch, results: Results) -> Callable[[], None]:
         """What it returns ends the collective."""
-        start, kind = self._start[batch.signature.kind], batch.signature.kind
+        start = self._start[batch.signature.kind]
+        kind = batch.signature.kind
         if not self._timeline.is_on:
             return start(batch, results)
         is_done_at_once = kind != "allreduce" or "asynchronous" not in self._communicator.features
         return self._timeline.timed(batch, lambda: start(batch, results), is_done_at_once=is_done_at_once)
 
     def _start_allreduce(self, batch: Batch, results: Results) -> Callable[[], None]:
-        signature, targets = batch.signature, [self._target(unit) for unit in batch.units]
+        signature = batch.signature
+        targets = [self._target(unit) for unit in batch.units]
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         # A collective under way needs a buffer of its own: the shared one is for engines whose start_allreduce() waits.
         flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
@@ -103,7 +108,8 @@ class Performer:
         return flat, pieces
 
     def _broadcast(self, batch: Batch, results: Results) -> Callable[[], None]:
-        targets, root = [self._target(unit) for unit in batch.units], self._ranks.index(batch.signature.root)
+        targets = [self._target(unit) for unit in batch.units]
+        root = self._ranks.index(batch.signature.root)
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         is_root = self._communicator.rank == root
         if is_root:
@@ -119,7 +125,8 @@ class Performer:
         return lambda: None
 
     def _allgather(self, batch: Batch, results: Results) -> Callable[[], None]:
-        units, size = batch.units, self._communicator.size
+        units = batch.units
+        size = self._communicator.size
         rows = np.array([len(unit.source) for unit in units])
         lengths = self._communicator.allgather(rows, batch.signature.name).reshape(size, len(units))
         row_bytes = np.array([_row_bytes(unit.source) for unit in units])
@@ -152,7 +159,8 @@ class Performer:
         return tensor if self._stays(tensor) else tensor.cpu()
 
     def _alltoall(self, batch: Batch, results: Results) -> Callable[[], None]:
-        size, rank = self._communicator.size, self._communicator.rank
+        size = self._communicator.size
+        rank = self._communicator.rank
         for unit in batch.units:
             splits = list(unit.request.splits)
             table = self._communicator.allgather(np.array(splits, np.int64), batch.signature.name).reshape(size, size)
@@ -165,7 +173,9 @@ class Performer:
 
     def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
         """Each rank gets its rows from all, and reduces them: the first ranks have one more where they do not split evenly."""
-        signature, size, rank = batch.signature, self._communicator.size, self._communicator.rank
+        signature = batch.signature
+        size = self._communicator.size
+        rank = self._communicator.rank
         if batch.units[0].source.device.type != "cpu" and self._stays(batch.units[0].source):
             return self._reducescatter_on_device(batch, results)
         sources = [unit.source.cpu() for unit in batch.units]
@@ -197,7 +207,8 @@ class Performer:
         return lambda: None
 
     def _scatter_sums(self, batch: Batch, results: Results) -> Callable[[], None]:
-        signature, mine = batch.signature, [unit.source.clone() for unit in batch.units]
+        signature = batch.signature
+        mine = [unit.source.clone() for unit in batch.units]
         for unit, tensor in zip(batch.units, mine, strict=True):
             if not unit.request.is_stand_in:
                 scale_(tensor, signature.prescale)

@@ -113,7 +113,8 @@ def _take(flat: torch.Tensor, found: torch.Tensor) -> None:
 
 def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
     """In the order of ranks, with the rounding of the dtype at each step."""
-    size, rank = communicator.size, communicator.rank
+    size = communicator.size
+    rank = communicator.rank
     if flat.nbytes <= WHOLE_BYTES:
         flat.copy_(_reduced_of_all(communicator, [flat] * size, op, name))
         return
@@ -299,7 +300,8 @@ def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
     if communicator.size == 1:
         return
     power = 1 << (communicator.size.bit_length() - 1)
-    wire, rank = _Wire(point_to_point(communicator, f"Adasum {name!r}"), name), communicator.rank
+    wire = _Wire(point_to_point(communicator, f"Adasum {name!r}"), name)
+    rank = communicator.rank
     beyond = communicator.size - power
     if rank >= power:
         wire.send(flat, rank - power)
@@ -314,9 +316,12 @@ def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
 
 
 def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -> None:
-    part, kept, distance = flat.clone(), [(0, flat.numel())], 1
+    part = flat.clone()
+    kept = [(0, flat.numel())]
+    distance = 1
     while distance < power:
-        partner, is_lower = rank ^ distance, not rank & distance
+        partner = rank ^ distance
+        is_lower = not rank & distance
         middle = part.numel() // 2
         mine, theirs = (part[:middle], part[middle:]) if is_lower else (part[middle:], part[:middle])
         other = wire.swap(theirs, mine, partner)
@@ -344,7 +349,8 @@ def _spread_(wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tup
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
-    x, y = a.to(torch.float64), b.to(torch.float64)
+    x = a.to(torch.float64)
+    y = b.to(torch.float64)
     return float(x @ x), float(y @ y), float(x @ y)
 
 
@@ -352,7 +358,8 @@ class _Wire:
     """Messages between two ranks, in host memory: engines have none between devices."""
 
     def __init__(self, communicator: Any, name: str) -> None:
-        self._communicator, self._name = communicator, name
+        self._communicator = communicator
+        self._name = name
 
     def send(self, x: torch.Tensor, to: int) -> None:
         self._communicator.start_send(x.cpu().contiguous(), to, self._name, ADASUM_TAG).wait()

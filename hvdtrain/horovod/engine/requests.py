@@ -61,7 +61,10 @@ class Request:
 
         splits: of alltoall, the rows for each rank of the set.
         """
-        self.signature, self.inputs, self.outputs, self.splits = signature, inputs, outputs, splits
+        self.signature = signature
+        self.inputs = inputs
+        self.outputs = outputs
+        self.splits = splits
         self.key = signature.key
         self.bucket = 0  # requests of one bucket may be fused
         self.is_stand_in = False  # of a rank that has joined: its tensors leave the results to the others
@@ -74,11 +77,13 @@ class Request:
 
     def finish(self, result: Any, made: Sequence[Any] = ()) -> None:
         """made: events of streams, behind which tensors of the result that are on a GPU are there."""
-        self.result, self.made = result, made
+        self.result = result
+        self.made = made
         self.done = True  # last: another thread may look
 
     def fail(self, error: BaseException) -> None:
-        self.error, self.done = error, True
+        self.error = error
+        self.done = True
 
     @property
     def size_bytes(self) -> int:
@@ -135,17 +140,20 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
     last: dict[tuple[object, ...], tuple[list[Unit], int]] = {}  # what can be fused -> its newest batch, the bytes of that
     for request, buckets in requests:
         signature = request.signature
-        kind, op = signature.kind, signature.op
+        kind = signature.kind
+        op = signature.op
         key = kind, op, signature.root, signature.prescale, signature.postscale, buckets
         for place, source in enumerate(request.inputs):
-            unit, size = Unit(request, place, source), 0 if kind in _ANY_ROWS else source.nbytes
+            unit = Unit(request, place, source)
+            size = 0 if kind in _ANY_ROWS else source.nbytes
             if op == "adasum" or size >= ALONE_BYTES:
                 found.append(Batch(signature, [unit], len(buckets)))
                 continue
             whole = *key, source.dtype, source.device
             units, so_far = last.get(whole, (None, 0))
             if units is None or so_far + size > fusion_bytes:
-                units, so_far = [], 0
+                units = []
+                so_far = 0
                 found.append(Batch(signature, units, len(buckets)))
             units.append(unit)
             last[whole] = units, so_far + size

@@ -31,8 +31,12 @@ class HorovodEngine:
 
         self._hvd = hvd
         self.name = f"horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
-        self.rank, self.size, self.local_rank, self.local_size = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
-        self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+        self.rank = hvd.rank()
+        self.size = hvd.size()
+        self.local_rank = hvd.local_rank()
+        self.local_size = hvd.local_size()
+        self.cross_rank = hvd.cross_rank()
+        self.cross_size = hvd.cross_size()
         self.is_homogeneous = len(set(hvd.allgather(torch.tensor([self.local_size], device="cpu")).tolist())) == 1
         self._ops = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         self._sets = {GLOBAL: hvd.global_process_set}
@@ -101,16 +105,22 @@ class _Under:
     """A request under way."""
 
     def __init__(self, hvd: Any, process_set: Any, ops: dict[str, Any], request: Request) -> None:
-        self._hvd, self._request, self._set, self._op = hvd, request, process_set, ops.get(request.signature.op)
+        self._hvd = hvd
+        self._request = request
+        self._set = process_set
+        self._op = ops.get(request.signature.op)
         self._index = process_set.ranks.index(hvd.rank())
-        signature, kind = request.signature, request.signature.kind
+        signature = request.signature
+        kind = request.signature.kind
         reduces = kind in ("allreduce", "reducescatter")
         self._wires = [_as_reduced(x, signature) if reduces else _as_moved(x) for x in request.inputs]
         one = len(self._wires) == 1
         self._handles = [self._start(wire, signature.name if one else f"{signature.name}.{i}") for i, wire in enumerate(self._wires)]
 
     def _start(self, wire: torch.Tensor, name: str) -> Any:
-        hvd, signature, group = self._hvd, self._request.signature, self._set
+        hvd = self._hvd
+        signature = self._request.signature
+        group = self._set
         match signature.kind:
             case "allreduce":
                 factors = signature.prescale, signature.postscale

@@ -25,7 +25,9 @@ class Timeline:
     def start(self, path: Path, rank: int, *, marks_rounds: bool) -> None:
         """Into a new file; one that is being written ends."""
         self.stop()
-        self._file, self._rank, self._marks_rounds = path.open("w"), rank, marks_rounds
+        self._file = path.open("w")
+        self._rank = rank
+        self._marks_rounds = marks_rounds
         self._rows: dict[str, int] = {}  # name -> number of its row
         self._asked: dict[int, int] = {}  # id of a request -> when it was asked for
         self._separator = "["
@@ -35,7 +37,9 @@ class Timeline:
     def stop(self) -> None:
         """Nothing where it is off."""
         with self._lock:
-            self.is_on, file, self._file = False, self._file, None
+            self.is_on = False
+            file = self._file
+            self._file = None
         if file is not None:
             file.write("\n]\n")
             file.close()
@@ -63,7 +67,8 @@ class Timeline:
 
     def timed(self, batch: Batch, start: Callable[[], Callable[[], None]], *, is_done_at_once: bool) -> Callable[[], None]:
         """What start() returns. is_done_at_once: the collective is made when start() returns, not when what it returns was called."""
-        begun, wait = now_us(), start()
+        begun = now_us()
+        wait = start()
         if is_done_at_once:
             self._made(batch, begun)
             return wait
@@ -81,7 +86,8 @@ class Timeline:
             self._range(request.signature.kind.upper(), request, begun, now, tensors_in_collective=len(requests))
 
     def _made(self, batch: Batch, begun: int) -> None:
-        now, tensors = now_us(), len(batch.units)
+        now = now_us()
+        tensors = len(batch.units)
         for request in {id(unit.request): unit.request for unit in batch.units}.values():
             self._range(request.signature.kind.upper(), request, begun, now, tensors_in_collective=tensors)
 

@@ -70,9 +70,11 @@ def wait_for(waiting: Waiting, since: float) -> None:
 
 def wait_without_word(waiting: Waiting, look: Callable[[], object] = lambda: None) -> None:
     """Returns once every rank is in the exchange; other ranks are not told that it is taken. Raises what look() raises, and Stalled."""
-    exchange, settings = waiting.exchange, waiting.settings
+    exchange = waiting.exchange
+    settings = waiting.settings
     start = time.perf_counter()
-    looked_s, warned = 0.0, False
+    looked_s = 0.0
+    warned = False
     while not exchange.done():
         waited_s = time.perf_counter() - start
         if waited_s < SPIN_S:
@@ -131,7 +133,8 @@ def _missing(exchange: Exchange, ranks: Sequence[int]) -> list[int]:
 def lost_ranks(exchange: Exchange, ranks: Sequence[int], rank: int) -> list[int]:
     """After a connection broke: those of the other ranks that do not announce themselves; several where some are still at work alone."""
     others = {place for place in range(len(ranks)) if place != rank}
-    absent, end = set(others), time.monotonic() + NOTICE_S
+    absent = set(others)
+    end = time.monotonic() + NOTICE_S
     with contextlib.suppress(Exception):  # the store of torch.distributed is gone with the rank that has it
         exchange.say("here")
         while len(absent) > 1 and time.monotonic() < end:
@@ -171,7 +174,8 @@ class Callers:
 
     def poll(self, place: object) -> None:
         """Notes that what the calling thread polls is not there yet."""
-        now, thread = time.monotonic(), threading.get_ident()
+        now = time.monotonic()
+        thread = threading.get_ident()
         known = self._polling.get(thread)
         goes_on = known is not None and known.place is place and now - known.last_s < _PAUSE_S
         self._polling[thread] = Polling(place, known.first_s if known is not None and goes_on else now, now)
@@ -219,7 +223,8 @@ class Callers:
         if frame is None or library not in _COMPILERS or thread in self._waiting or started.issuperset(self._waiting):
             self._stays.pop(thread, None)
             return False
-        now, place = time.monotonic(), (id(frame), frame.f_lasti)
+        now = time.monotonic()
+        place = (id(frame), frame.f_lasti)
         known = self._stays.get(thread)
         if known is None or known.place != place:
             self._stays[thread] = Stay(place, now)

@@ -30,7 +30,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """local_variables: one or several that each rank keeps as they are; the optimizer's are those of the root all the same."""
         super().__init__()
         refuse_placements(type(self).__name__, device=device)
-        self._root, self._process_set, self._is_done = root_rank, process_set, False
+        self._root = root_rank
+        self._process_set = process_set
+        self._is_done = False
         self._local: list[Any] = []
         for variable in [local_variables] if isinstance(local_variables, keras.Variable) else local_variables or ():
             self.register_local_var(variable)
@@ -52,7 +54,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         if self._is_done:
             return
-        model, optimizer = self.model, self.model.optimizer
+        model = self.model
+        optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         local = {id(variable) for variable in self._local}
@@ -99,10 +102,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if initial_lr is None:
             raise BadCall("Parameter `initial_lr` is required", type(self).__name__, "initial_lr=0.1, say")
-        self._initial, self._staircase, self._corrects = initial_lr, staircase, momentum_correction
+        self._initial = initial_lr
+        self._staircase = staircase
+        self._corrects = momentum_correction
         self._multiplier = multiplier
-        self._start, self._end = start_epoch, math.inf if end_epoch is None else end_epoch
-        self._steps, self._epoch = steps_per_epoch, 0
+        self._start = start_epoch
+        self._end = math.inf if end_epoch is None else end_epoch
+        self._steps = steps_per_epoch
+        self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._steps is None and not self._staircase:
@@ -124,7 +131,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer  # Callback.model: with JAX the variables are those of this moment
-        before, now = rate_of(optimizer), self._initial * self._factor(epoch)
+        before = rate_of(optimizer)
+        now = self._initial * self._factor(epoch)
         optimizer.learning_rate = now
         if self._corrects and before > 0 and now != before:
             for velocity in _velocities(optimizer):

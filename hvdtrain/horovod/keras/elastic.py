@@ -37,7 +37,9 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
-        self._state, self._every, self._batches = state, batches_per_commit, 0
+        self._state = state
+        self._every = batches_per_commit
+        self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._batches = 0
@@ -74,7 +76,8 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        self._state, self._before = state, 0
+        self._state = state
+        self._before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._before = self._state.epoch

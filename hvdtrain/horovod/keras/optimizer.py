@@ -123,7 +123,8 @@ def load_model(
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
-        what, fix = f"{filepath}: this model was saved without an optimizer", "keras.saving.load_model(), model.compile(optimizer=...)"
+        what = f"{filepath}: this model was saved without an optimizer"
+        fix = "keras.saving.load_model(), model.compile(optimizer=...)"
         raise BadCall(what, "hvd.load_model()", fix)
     known = {id(variable) for variable in model.optimizer._trainable_variables}
     if model.optimizer.built and known != {id(variable) for variable in model.trainable_variables}:

@@ -32,7 +32,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if JOB.engine.size == 1:
             found: tuple[Any, Any] = super()._moments(inputs, mask)
             return found
-        ops, axes = keras.ops, self._reduction_axes
+        ops = keras.ops
+        axes = self._reduction_axes
         counts = ops.ones_like(inputs) if mask is None else ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), inputs.dtype)
         count, total = self._summed("mean", ops.sum(counts, axes), ops.sum(inputs * counts, axes))
         count = count if mask is None else count + keras.config.epsilon()  # as Keras divides

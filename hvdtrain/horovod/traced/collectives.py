@@ -91,7 +91,8 @@ def allgather(
 def _places(grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set: ProcessSet) -> tuple[Sequence[Any], Sequence[Any]]:
     """Where the rows of this rank begin among those of all ranks, and how many they are, of each tensor."""
     if not is_of_tensorflow(tensors):  # traced by JAX: equal shares, the first ranks with one row more
-        rank, size = process_set.rank() or 0, process_set.size() or 1
+        rank = process_set.rank() or 0
+        size = process_set.size() or 1
         totals = [grad.shape[0] for grad in grads]
         return [rank * (total // size) + min(rank, total % size) for total in totals], [tensor.shape[0] for tensor in tensors]
     tf = sys.modules["tensorflow"]

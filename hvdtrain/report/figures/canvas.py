@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 GREY = "#777777"
-WIDTH, HEIGHT = 5.6, 3.4  # inches; small, so that letters stay readable on a narrow screen
+# inches; small, so that letters stay readable on a narrow screen
+WIDTH = 5.6
+HEIGHT = 3.4
 MOST_POINTS = 2000  # of a line
 _MEANS = 200  # points of the line of means that is drawn over a longer line
 

@@ -43,7 +43,8 @@ def _sweep_figure(title: str, metric: RunMetric, points: Sequence[SweepPoint]) -
     """A panel for each key that has several values; lines where one other key has few."""
     keys = list(points[0].values) if points else []
     swept = [key for key in keys if len({point.values[key] for point in points}) > 1][:_MOST_PANELS] or keys[:1] or [""]
-    rows, columns = math.ceil(len(swept) / _COLUMNS), min(len(swept), _COLUMNS)
+    rows = math.ceil(len(swept) / _COLUMNS)
+    columns = min(len(swept), _COLUMNS)
     figure, all_axes = new_figure(rows, columns, height=0.6 + 3.2 * rows, width=1.0 + 4.2 * columns, sharey=True)
     scale = 100.0 if metric.percent else 1.0
     scaled = [SweepPoint(point.values, scale * point.mean, scale * point.sd) for point in points]
@@ -77,7 +78,8 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
 
 def _line(axes: Axes, places: Mapping[str, float], key: str, points: Sequence[SweepPoint], index: int, label: str | None) -> None:
     ordered = sorted(points, key=lambda point: places[point.values[key]])
-    x, y = [places[point.values[key]] for point in ordered], [point.mean for point in ordered]
+    x = [places[point.values[key]] for point in ordered]
+    y = [point.mean for point in ordered]
     sd = [point.sd if math.isfinite(point.sd) else 0.0 for point in ordered]
     axes.errorbar(
         x, y, yerr=sd if any(sd) else None, marker="o", ms=4, capsize=3, label=literal(label) if label else None, **run_style(index)
@@ -213,11 +215,19 @@ def _scaling_figure(title: str, lines: Sequence[EfficiencyLine]) -> Figure:
 
 MOST_RANKS = 8  # columns
 MOST_ROWS = 30
-_HAS, _LACKS, _STATE = "#0072B2", "#EEF1F4", "#E69F00"
+_HAS = "#0072B2"
+_LACKS = "#EEF1F4"
+_STATE = "#E69F00"
 _ARROW = "#D55E00"
-_ROW, _COLUMN, _LABELS, _SENT = 0.34, 1.15, 2.2, 3.4  # inches
+# inches
+_ROW = 0.34
+_COLUMN = 1.15
+_LABELS = 2.2
+_SENT = 3.4
 _LONGEST = 58  # letters of what is sent
-_BOX, _HIGH = 0.62, 0.74  # of a column and of a row
+# of a column and of a row
+_BOX = 0.62
+_HIGH = 0.74
 
 
 def draw_layout(path: Path, layout: Layout, option: str) -> str:
@@ -228,7 +238,8 @@ def draw_layout(path: Path, layout: Layout, option: str) -> str:
 def layout_figure(layout: Layout) -> Figure:
     from matplotlib.figure import Figure
 
-    ranks, rows = min(len(layout.ranks), MOST_RANKS), layout.rows[:MOST_ROWS]
+    ranks = min(len(layout.ranks), MOST_RANKS)
+    rows = layout.rows[:MOST_ROWS]
     left_out = len(layout.rows) - len(rows)
     levels = _levels(rows)
     below = levels[-1] + 1.0
@@ -286,7 +297,9 @@ def _fill_box(axes: Axes, rank: int, level: float, held: Share, row: LayoutRow) 
     """The rank's part of the weight, in each of its groups."""
     from matplotlib.patches import Rectangle
 
-    left, top, share = rank + 0.5 - _BOX / 2, level - _HIGH / 2, (held.stop - held.start) / row.groups
+    left = rank + 0.5 - _BOX / 2
+    top = level - _HIGH / 2
+    share = (held.stop - held.start) / row.groups
     for group in range(row.groups):
         start = (group + held.start) / row.groups
         if row.way == "columns":
@@ -378,7 +391,8 @@ def _rates_figure(
     axes.plot(*zip(*smoothed, strict=True), color=COLOURS[0], linewidth=1.8, label="smoothed")
     if proposal is not None:
         axes.axvline(proposal, color=COLOURS[1], linestyle="--", linewidth=1.2, label=f"optim.base_lr={proposal:.2g}")
-    first, lowest = smoothed[0][1], min(loss for _, loss in smoothed)
+    first = smoothed[0][1]
+    lowest = min(loss for _, loss in smoothed)
     axes.set_ylim(max(0.0, lowest - 0.1 * (first - lowest)), first + 0.6 * max(first - lowest, 0.1 * abs(first)))
     axes.set_xscale("log")
     axes.set_xlabel("optim.base_lr")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FEW_RANKS, _FEW_EPOCHS = 8, 4  # up to these points; above a heat map
+# up to these points; above a heat map
+_FEW_RANKS = 8
+_FEW_EPOCHS = 4
 _BLACK = "#000000"
 _RING: LineStyle = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "color": COLOURS[1], "markersize": 8}
 _IDEAL: LineStyle = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (4, 3))}
@@ -38,7 +40,8 @@ def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         return None
     if len(runs) > 1:
         return _work_of_runs(measured)
-    run, slowest = measured[0].run, measured[0].slowest
+    run = measured[0].run
+    slowest = measured[0].slowest
     ranks = len(rank_work_ms(run))
     epochs = [row for event in run.epoch_events() if len(row := numbers(event, "rank_work_ms")) == ranks]
     return _work_points(epochs, slowest) if ranks <= _FEW_RANKS or len(epochs) <= _FEW_EPOCHS else _work_map(epochs, slowest)
@@ -133,7 +136,8 @@ def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 def _draw_comparison(panels: Sequence[Axes], comparison: ScalingComparison, style: LineStyle) -> None:
     """With error bars of the deviation over seeds, where there are several."""
-    base, rows = comparison.rows[0], comparison.rows
+    base = comparison.rows[0]
+    rows = comparison.rows
     x = [row.ranks / base.ranks for row in rows]
     speed_errors = [_relative_sd(row.samples_per_s, base.samples_per_s) for row in rows]
     efficiency_errors = [error / times for error, times in zip(speed_errors, x, strict=True)]
@@ -156,7 +160,8 @@ _KINDS = {
     "input gradient": "#56B4E9",
     "weight gradient": PHASES["update"],
 }
-_MOST_RANKS, _MOST_PASSES = 64, 8192
+_MOST_RANKS = 64
+_MOST_PASSES = 8192
 
 
 class _Pass(NamedTuple):
@@ -180,7 +185,8 @@ def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | 
     order = sorted(range(len(work)), key=lambda rank: mesh.places[rank] if mesh else (rank,))[:_MOST_BARS]
     figure, (axes,) = new_figure(height=1.2 + 0.24 * len(order))
     lengths = [work, waiting, [max(0.0, all_ms - waited) for all_ms, waited in zip(communication, waiting, strict=True)]]
-    left, entries = [0.0] * len(order), []
+    left = [0.0] * len(order)
+    entries = []
     for (name, colour), of_ranks in zip(_PARTS.items(), lengths, strict=True):
         part = [of_ranks[rank] if math.isfinite(of_ranks[rank]) else 0.0 for rank in order]
         if any(part):
@@ -199,7 +205,8 @@ def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | 
 def timeline(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """The passes of the last step before the last evaluation of a single run: a row for each rank of one pipeline; gaps are waiting."""
     event = next(reversed(runs[0].events_of("passes")), {}) if len(runs) == 1 else {}
-    rows, ranks = _passes(event), _ranks(event)
+    rows = _passes(event)
+    ranks = _ranks(event)
     if not rows or len(ranks) != len(rows):
         return None
     figure, (axes,) = new_figure(height=1.3 + 0.36 * len(rows))
@@ -234,7 +241,8 @@ def _number_passes(axes: Any, row: int, passes: Sequence[_Pass], whole_ms: float
 
 
 def _bubble(run: RunRecord) -> str:
-    waiting, predicted = finite(bubble(run)), predicted_bubble(run)
+    waiting = finite(bubble(run))
+    predicted = predicted_bubble(run)
     if not waiting:
         return ""
     by_schedule = f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else ""

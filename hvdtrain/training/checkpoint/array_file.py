@@ -98,7 +98,8 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
     for name, array in arrays.items():
         if array.dtype.name not in _NAMES:
             raise ValueError(f"{name} has numbers of type {array.dtype}, which safetensors does not have")
-        begin, end = end, end + array.nbytes
+        begin = end
+        end = end + array.nbytes
         tree[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

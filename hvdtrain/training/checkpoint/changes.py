@@ -72,8 +72,10 @@ class Change(NamedTuple):
 def changes(run: Path, config: Config) -> list[Change]:
     """By key. Raises UserError where the run's config.yaml cannot be read."""
     former = resolve(list(read_run_config(run)))
-    before, after = flat(former.model_dump()), flat(config.model_dump())
-    shown_before, shown_after = redaction.redact(before), redaction.redact(after)
+    before = flat(former.model_dump())
+    after = flat(config.model_dump())
+    shown_before = redaction.redact(before)
+    shown_after = redaction.redact(after)
     return [
         Change(key, shown_before.get(key), shown_after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -109,13 +111,15 @@ def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> 
 
 def refuse_another_model(found: list[Change], config: Config, run: Path) -> None:
     """Raises UserError where an option of the model, as convnet's norm, has another default in the framework that the run had before."""
-    changed, name = {change.key: change for change in found}, config.model.name
+    changed = {change.key: change for change in found}
+    name = config.model.name
     if "framework" not in changed or is_dotted(name):
         return
     former = changed["framework"].before
     before, now = (_defaults_of(name, framework, config) for framework in (former, config.framework))
     for option in sorted(option for option in before.keys() & now.keys() if before[option] != now[option]):
-        key, value = f"model.{option}", config.model.options.get(option, now[option])
+        key = f"model.{option}"
+        value = config.model.options.get(option, now[option])
         known = changed[key].before if key in changed else config.model.options.get(option)
         trained = before[option] if known is None else known
         if trained != value:
@@ -161,7 +165,8 @@ def refuse_another_job(found: list[Change], config: Config, run: Path, now: Trai
         then, arguments = "train on with it", [*map(_argument, learned), *further(config, now)]
     elif learned and config.resume in ("auto", "no"):
         what = f"{run} holds another job: {_differences(learned)}"
-        then, arguments = f"go on from step {now.progress.step} with the change", [_argument(change) for change in relevant]
+        then = f"go on from step {now.progress.step} with the change"
+        arguments = [_argument(change) for change in relevant]
     else:
         return
     if misfit:

@@ -49,7 +49,10 @@ class Checkpoints:
         go_on: Callable[[], None] = lambda: None,
     ) -> None:
         """go_on: called on every rank while a write moves on that all wait for, so that its time counts for no limit."""
-        self._communicator, self._learner, self.run, self._limit_bytes = communicator, learner, run, limit_bytes
+        self._communicator = communicator
+        self._learner = learner
+        self.run = run
+        self._limit_bytes = limit_bytes
         self.saver = saver
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
@@ -57,7 +60,9 @@ class Checkpoints:
         self._expected = False  # whether the last sync point may be one at which a checkpoint is due
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
-        self._over, self._lost = threading.Event(), threading.Event()  # nobody needs a part that is not begun; or waits for this rank
+        # nobody needs a part that is not begun; or waits for this rank
+        self._over = threading.Event()
+        self._lost = threading.Event()
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
         """Checkpoints of this job where its communicator has other ranks than before."""
@@ -90,7 +95,9 @@ class Checkpoints:
 
     def save_if_due(self, now: TrainState) -> None:
         """Saves a checkpoint where due() chose this step, or where this step was just evaluated."""
-        may_save, expected, self._expected = self.may_save(now), self._expected, False
+        may_save = self.may_save(now)
+        expected = self._expected
+        self._expected = False
         if may_save:
             self._wait_for_the_write_before()
         if self._learner.is_sharded:
@@ -118,7 +125,8 @@ class Checkpoints:
             return
         several_hosts = len(set(self._hosts)) > 1
         parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
-        self._over, self._lost = threading.Event(), threading.Event()
+        self._over = threading.Event()
+        self._lost = threading.Event()
         if self.saver:
             written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._lost.is_set)
             self.saver.save(now, Saved(written, self._learner.state_dict_names()))

@@ -27,7 +27,9 @@ from hvdtrain.training.progress.train_state import TrainState, from_json, to_jso
 
 FORMAT = 4
 ARRAYS = ("weights.safetensors", "optimizer.safetensors")
-PROGRESS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+# `sha256sum -c SHA256SUMS` in the folder checks it too
+PROGRESS = "progress.json"
+CHECKSUMS = "SHA256SUMS"
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
@@ -121,7 +123,8 @@ def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[st
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
         raise ValueError(f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read")
-    small, checksums = {PROGRESS: text}, dict[str, str]()
+    small = {PROGRESS: text}
+    checksums = dict[str, str]()
     if isinstance(arrays, WrittenByAll):
         small = {sums_of(name): as_text(chunks).encode() for name, chunks in arrays.fill(folder, moved).items()} | small
     else:
@@ -142,7 +145,9 @@ class _Syncing:
     """Waits for the disk whenever SYNC_BYTES more are written."""
 
     def __init__(self, file: BufferedWriter, moved: Callable[[], None]) -> None:
-        self._file, self._moved, self._unsynced_bytes = file, moved, 0
+        self._file = file
+        self._moved = moved
+        self._unsynced_bytes = 0
 
     def __call__(self, nbytes: int) -> None:
         self._unsynced_bytes += nbytes
@@ -214,7 +219,8 @@ def _read_chunk_sums(files: Folder, file: BufferedReader, name: str, checksums: 
 
 def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
     """Checksum of what is left of a file."""
-    checksum, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    checksum = hashlib.sha256()
+    buffer = memoryview(bytearray(PIECE_BYTES))
     while count := file.readinto(buffer):
         checksum.update(buffer[:count])
         on_piece()

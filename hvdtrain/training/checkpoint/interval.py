@@ -48,7 +48,10 @@ class Faults(NamedTuple):
 
 def faults_of(run: Path) -> Faults:
     """Faults in events.jsonl: ranks that were lost, starts that failed, and starts without an end before the next one."""
-    count, seconds, open_since, last_s = 0, 0.0, math.nan, 0.0
+    count = 0
+    seconds = 0.0
+    open_since = math.nan
+    last_s = 0.0
     try:
         with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
             while line := file.readline(_STREAM_BYTES):
@@ -56,7 +59,8 @@ def faults_of(run: Path) -> Faults:
                 if match is None:
                     continue
                 try:
-                    time_s, kind = float(match[1]), match[2].decode()
+                    time_s = float(match[1])
+                    kind = match[2].decode()
                 except ValueError:  # a damaged line
                     continue
                 if kind == "start":
@@ -82,7 +86,8 @@ class AutoInterval:
     """
 
     def __init__(self, run: Path, mtbf_hours: float | None, longest_s: float | None, guessed_s: float) -> None:
-        self._run, self._mtbf_hours = run, mtbf_hours
+        self._run = run
+        self._mtbf_hours = mtbf_hours
         self._longest_s = LONGEST_S if longest_s is None else longest_s
         self._faults = Faults()
         self._costs: deque[tuple[float, float]] = deque(maxlen=_OF_LAST)  # pause, pause and write

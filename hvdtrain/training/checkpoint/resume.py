@@ -75,9 +75,13 @@ def find_resume_point(
     if train_state.target != config.stop.target:  # evaluations at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
     if not train_state.comparable(beginning):  # nor do those of other samples, or views
-        before, now, of = train_state.evaluates, beginning.evaluates, "samples"
+        before = train_state.evaluates
+        now = beginning.evaluates
+        of = "samples"
         if train_state.views != beginning.views:
-            before, now, of = train_state.views, beginning.views, f"view{'s' if beginning.views > 1 else ''} of each sample"
+            before = train_state.views
+            now = beginning.views
+            of = f"view{'s' if beginning.views > 1 else ''} of each sample"
         counts = ", stop.patience and the count of recipe.schedule=plateau" if config.recipe.schedule == "plateau" else " and stop.patience"
         notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin anew")
         train_state = train_state.forget_evaluations()
@@ -174,7 +178,8 @@ def _first_good(
 
 def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError where a checkpoint is of another data set or another shuffle."""
-    theirs, ours = flat(found.identity), flat(identity)
+    theirs = flat(found.identity)
+    ours = flat(identity)
     if "data.shuffle" in theirs:  # of blocks: a full shuffle of most sets has no name
         ours = {"data.shuffle": None, **ours}
     if all(theirs.get(name) == value for name, value in ours.items() if name not in _OF_INPUTS):
@@ -213,7 +218,8 @@ def _is_standardized(identity: Mapping[str, Any]) -> bool:
 
 def check_sums(found: Checkpoint, beginning: TrainState) -> None:
     """Raises UserError where a checkpoint was trained with other metrics than the task declares now."""
-    theirs, ours = found.train_state, beginning
+    theirs = found.train_state
+    ours = beginning
     if theirs.sums.keys() != ours.sums.keys() or (theirs.objective, theirs.better) != (ours.objective, ours.better):
         what = f"the checkpoint has the sums {', '.join(sorted(theirs.sums))} and the objective {theirs.objective}, this task has "
         what += f"{', '.join(sorted(ours.sums))} and {ours.objective}"

@@ -35,7 +35,8 @@ class Saved:
     """A Source of what is known by now."""
 
     def __init__(self, state: Arrays | WrittenByAll, names: dict[str, str]) -> None:
-        self._state, self._names = state, names
+        self._state = state
+        self._names = names
 
     def state(self) -> Arrays | WrittenByAll:
         return self._state
@@ -89,8 +90,13 @@ class Saver:
         open_run: OpenFolder = Folder.open,
         mtbf_hours: float | None = None,
     ) -> None:
-        self._run, self._config, self._identity, self._log, self._clock = run, config, identity, log, clock
-        self._record_config, self._open_run = record_config, open_run
+        self._run = run
+        self._config = config
+        self._identity = identity
+        self._log = log
+        self._clock = clock
+        self._record_config = record_config
+        self._open_run = open_run
         self._thread: threading.Thread | None = None
         self._result: WriteResult | None = None
         self._tried_s = clock()  # when the last write began
@@ -118,7 +124,8 @@ class Saver:
         """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that the ranks are compared there."""
         if self._thread and not self._thread.is_alive():
             self._collect()
-        every_steps, every_s = self._config.every_steps, self._fixed_s if self._auto is None else self._auto.seconds
+        every_steps = self._config.every_steps
+        every_s = self._fixed_s if self._auto is None else self._auto.seconds
         waited_s = self._clock() - self._tried_s
         due = (
             (every_steps is not None and step % every_steps == 0)
@@ -192,7 +199,8 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def _wait(self, moved: Callable[[], None]) -> None:
-        is_writing, before = True, self.moves
+        is_writing = True
+        before = self.moves
         while is_writing:
             is_writing = self.is_writing(LOOK_S)
             if self.moves != before:
@@ -204,9 +212,12 @@ class Saver:
 
     def _write(self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
-        began, step = time.perf_counter(), now.progress.step
+        began = time.perf_counter()
+        step = now.progress.step
         array_bytes = arrays.nbytes if isinstance(arrays, WrittenByAll) else sum(array.nbytes for array in arrays.values())
-        failure, note, needed_bytes = "", "", room.needed_bytes(array_bytes)
+        failure = ""
+        note = ""
+        needed_bytes = room.needed_bytes(array_bytes)
         try:
             if not isinstance(arrays, WrittenByAll):  # each rank looks at its own
                 check_finite(arrays)
@@ -245,7 +256,8 @@ class Saver:
         if self._thread is None:
             return
         self._thread.join()
-        self._thread, done = None, self._result
+        self._thread = None
+        done = self._result
         assert done is not None
         self._failed = bool(done.failure)
         self.measured_s = max(self.measured_s, done.pause_s + done.write_s)
@@ -253,7 +265,8 @@ class Saver:
         if done.failure:
             self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[self._failure_line(done)] * training)
             return
-        self.newest, self._told = (done.step, done.evaluated), ""
+        self.newest = (done.step, done.evaluated)
+        self._told = ""
         sizes = {"pause_s": round(done.pause_s, 6), "write_s": round(done.write_s, 6), "megabytes": round(done.megabytes, 3)}
         lines = [done.note] if done.note else []
         if self._auto is not None:
@@ -268,7 +281,8 @@ class Saver:
 
     def _failure_line(self, done: WriteResult) -> str:
         """All of it once; as long as the reason stays, that there is still none."""
-        kind, former = done.failure.partition(":")[0], self._told
+        kind = done.failure.partition(":")[0]
+        former = self._told
         self._told = kind
         if kind == former:
             since = f"since step {self.newest[0]}" if self.newest[0] >= 0 else "of this run"

@@ -66,7 +66,9 @@ class Layout:
 
     def places(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
         """Where the bytes of each stretch of a piece begin in its file, and the bytes."""
-        data, size, done = to_bytes(piece.read()), piece.dtype.itemsize, 0
+        data = to_bytes(piece.read())
+        size = piece.dtype.itemsize
+        done = 0
         for first, behind in piece.runs():
             length = (behind - first) * size
             yield self._begins[piece.name] + first * size, data[done : done + length]
@@ -80,7 +82,8 @@ class Parts:
         self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str], rank: int, *, several_hosts: bool = False
     ) -> None:
         """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
-        self.rank, self.several_hosts = rank, several_hosts
+        self.rank = rank
+        self.several_hosts = several_hosts
         self.layout = Layout(pieces, files, file_of)
         self._own = [piece.copied() for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
 
@@ -123,7 +126,8 @@ class Share:
     def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
         """sizes: of the files, in bytes."""
         counts = {file: count_chunks(size) for file, size in sizes.items()}
-        own, first = part_of(sum(counts.values()), rank, ranks), 0
+        own = part_of(sum(counts.values()), rank, ranks)
+        first = 0
         self._chunks: list[tuple[str, int]] = []
         for file, count in counts.items():
             self._chunks += [(file, number) for number in range(max(own.start - first, 0), min(own.stop - first, count))]
@@ -148,15 +152,19 @@ class Patience:
     """What one rank knows of another one that it waits for."""
 
     def __init__(self, folder: Folder, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._rank, self._clock = folder, rank, clock
+        self._folder = folder
+        self._rank = rank
+        self._clock = clock
         self._moved_s = self._looked_s = clock()
         self._progress = 0
 
     def look(self, wait_s: float) -> bool:
         """Whether the other rank has gone on since the last look. Raises TimeoutError where it has not for so long."""
-        now_s, before = self._clock(), self._progress
+        now_s = self._clock()
+        before = self._progress
         if now_s - self._looked_s > min(PROGRESS_S, wait_s / 2):
-            self._progress, self._looked_s = _read_progress(self._folder, self._rank), now_s
+            self._progress = _read_progress(self._folder, self._rank)
+            self._looked_s = now_s
             if self._progress > before:
                 self._moved_s = now_s
         if now_s - self._moved_s > wait_s:
@@ -207,7 +215,9 @@ class Teller:
     """Tells the others of a rank's progress whenever it is called, but not all the time."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
-        self._folder, self._rank, self._told_s = folder, rank, -math.inf
+        self._folder = folder
+        self._rank = rank
+        self._told_s = -math.inf
 
     def __call__(self) -> None:
         now_s = time.monotonic()
@@ -271,7 +281,11 @@ class WrittenByAll:
     ) -> None:
         """ranks: the others, which write, too; is_over: whether some of them are lost."""
         self.unfinished = unfinished
-        self.parts, self._ranks, self._hosts, self._is_over, self._clock = parts, ranks, hosts, is_over, clock
+        self.parts = parts
+        self._ranks = ranks
+        self._hosts = hosts
+        self._is_over = is_over
+        self._clock = clock
         self._moved: Callable[[], None] = lambda: None
 
     @property
@@ -336,7 +350,8 @@ class WrittenByAll:
 
     def _read_back(self, folder: Folder, readers: ThreadPoolExecutor) -> tuple[list[ByteSum], dict[str, list[str]]]:
         """The sum of each file, of what all ranks have read, and the SHA-256 of its chunks."""
-        ranks, sizes = 1 + len(self._ranks), self.parts.layout.sizes
+        ranks = 1 + len(self._ranks)
+        sizes = self.parts.layout.sizes
         folder.replace(WORD, str(ranks).encode())
         own = Share(sizes, self.parts.rank, ranks).read(folder, self._moved)
         reports = [_as_report(own), *self._gather(folder, of_read, readers)]
@@ -361,9 +376,11 @@ class WrittenByAll:
             return None
 
         found: dict[int, dict[str, Any]] = {}
-        missing, patience = list(self._ranks), None
+        missing = list(self._ranks)
+        patience = None
         for _ in _looks():
-            there, before = set(folder.names()), len(missing)
+            there = set(folder.names())
+            before = len(missing)
             come = [rank for rank in missing if name_of(rank) in there] or missing[:1]  # NFS may list what was there a while ago
             for rank, report in zip(come, readers.map(read, come), strict=True):
                 if report is not None:

@@ -39,7 +39,8 @@ class WholeBlocks:
         place = bisect_right(self._ends, begin)  # of the only run of whole blocks that may lie in it
         first = behind = end
         if place < len(self._ends):
-            first, behind = min(max(begin, self._begins[place]), end), min(self._ends[place], end)
+            first = min(max(begin, self._begins[place]), end)
+            behind = min(self._ends[place], end)
         for start, stop, is_whole in ((begin, first, False), (first, behind, True), (behind, end, False)):
             if start < stop:
                 yield start, stop, is_whole
@@ -70,7 +71,11 @@ class PartWriter:
         on_disk: Callable[[], None] = lambda: None,
     ) -> None:
         """number: of the file, as join() is given it; on_disk: called whenever SYNC_BYTES more are on the disk."""
-        self._file, self._blocks, self._apart, self._number, self._on_disk = file, blocks, apart, number, on_disk
+        self._file = file
+        self._blocks = blocks
+        self._apart = apart
+        self._number = number
+        self._on_disk = on_disk
         self._unsynced_bytes = 0
         self.sum = ByteSum()  # of what was in memory
 
@@ -121,4 +126,5 @@ def join(files: Sequence[FileIO], apart: BufferedReader) -> None:
 def _write_at(file: FileIO, begin: int, data: memoryview) -> None:
     while data:
         written = os.pwrite(file.fileno(), data, begin)
-        data, begin = data[written:], begin + written
+        data = data[written:]
+        begin = begin + written

@@ -51,7 +51,8 @@ def _value(begin: int, data: memoryview) -> int:
         span, offset = divmod(begin, _SPAN_BYTES)
         piece = data[: _SPAN_BYTES - offset]
         total += (_random(span, b"span") | 1) * _value_in_span(offset, piece)
-        data, begin = data[len(piece) :], begin + len(piece)
+        data = data[len(piece) :]
+        begin = begin + len(piece)
     return total
 
 
@@ -92,7 +93,8 @@ def count_chunks(size: int) -> int:
 
 def read_chunk(file: BufferedReader, number: int) -> bytes:
     """The last one of a file may be shorter. Raises OSError."""
-    begin, data = number * CHUNK_BYTES, bytearray()
+    begin = number * CHUNK_BYTES
+    data = bytearray()
     while len(data) < CHUNK_BYTES and (piece := os.pread(file.fileno(), CHUNK_BYTES - len(data), begin + len(data))):
         data += piece
     return bytes(data)
@@ -107,7 +109,8 @@ def check_chunks(file: BufferedReader, text: str, on_chunk: Callable[[], None] =
 
     on_chunk: called in this thread for each chunk that is right.
     """
-    expected, size = text.splitlines(), os.fstat(file.fileno()).st_size
+    expected = text.splitlines()
+    size = os.fstat(file.fileno()).st_size
     if len(expected) != count_chunks(size):
         raise ValueError(f"{size} bytes are {count_chunks(size)} chunks, of which {len(expected)} have a checksum")
 
@@ -119,6 +122,7 @@ def check_chunks(file: BufferedReader, text: str, on_chunk: Callable[[], None] =
             numbers = range(first, min(first + _AT_A_TIME, len(expected)))
             for number, right in zip(numbers, threads.map(is_right, numbers), strict=True):
                 if not right:
-                    begin, end = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, size)
+                    begin = number * CHUNK_BYTES
+                    end = min((number + 1) * CHUNK_BYTES, size)
                     raise ValueError(f"bytes {begin} to {end} do not have their checksum")
                 on_chunk()

@@ -35,7 +35,9 @@ class Heartbeat:
         if self.in_start:
             self.in_start = "step" not in self.start_marks
             self.start_marks.setdefault(phase if self.in_start else "", time.monotonic())
-        self.phase, self.epoch, self.step = phase, epoch, step
+        self.phase = phase
+        self.epoch = epoch
+        self.step = step
         self.beats += 1
 
     def go_on(self) -> None:

@@ -90,7 +90,8 @@ class HealthMonitor:
 
         stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank; rollback loads the newest checkpoint.
         """
-        policy, limit = self.guard.nonfinite, self.guard.nonfinite_limit
+        policy = self.guard.nonfinite
+        limit = self.guard.nonfinite_limit
         what = f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
         if policy == "stop":
             raise Diverged(what, "guard.nonfinite=stop", f"{self.fix}; the newest checkpoint is from before")

@@ -31,7 +31,8 @@ class Signals:
 
     def __init__(self, rank: int) -> None:
         self.received = ""
-        self._rank, self._first_s = rank, 0.0
+        self._rank = rank
+        self._first_s = 0.0
         self._former: dict[int, Any] = {}
         self._former_wakeup = -1
 
@@ -82,7 +83,8 @@ class Signals:
             if former is signal.SIG_IGN:  # the parent process set it so, as a shell does with SIGINT for what runs in the background
                 continue
             if isinstance(former, EarlySignals) and former.received:
-                self.received, self._first_s = signal.Signals(former.received).name, time.monotonic()
+                self.received = signal.Signals(former.received).name
+                self._first_s = time.monotonic()
             self._former[number] = signal.SIG_DFL if former is None else former
             signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure

@@ -61,7 +61,8 @@ def unpack(packed: str) -> Report:
 
 def frames_of(thread: int) -> list[FrameType]:
     """The Python calls that a thread is in, innermost first; none where it has ended."""
-    frames, frame = [], sys._current_frames().get(thread)
+    frames = []
+    frame = sys._current_frames().get(thread)
     while frame:
         frames.append(frame)
         frame = frame.f_back
@@ -94,7 +95,8 @@ def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
 
 
 def _call(frame: FrameType, sources: bool) -> str:
-    path, line = frame.f_code.co_filename, frame.f_lineno
+    path = frame.f_code.co_filename
+    line = frame.f_lineno
     folders = (*sys.path, str(Path(__file__).parents[3]))  # an editable install is not on the path
     prefix = max((f"{folder}/" for folder in folders if folder and path.startswith(f"{folder}/")), key=len, default="")
     source = linecache.getline(path, line, frame.f_globals).strip() if sources else ""

@@ -45,7 +45,10 @@ class Watchdog:
         self, heartbeat: Heartbeat, signals: Signals, guard: GuardConfig, rank: int, at_end: Callable[[], None] = lambda: None
     ) -> None:
         self._at_end = at_end
-        self._heartbeat, self._signals, self._guard, self._rank = heartbeat, signals, guard, rank
+        self._heartbeat = heartbeat
+        self._signals = signals
+        self._guard = guard
+        self._rank = rank
         limits_s = [limit_s for limit_s in (guard.stall_s, guard.start_s) if limit_s is not None]
         self._check_s = min([CHECK_S, *(limit_s / 10 for limit_s in limits_s)])
         self._host = socket.gethostname()
@@ -72,7 +75,8 @@ class Watchdog:
         self._communicator = communicator
 
     def _run(self) -> None:
-        idle, answered = IdleTime(2 * self._check_s), False
+        idle = IdleTime(2 * self._check_s)
+        answered = False
         while not self._over.is_set():
             self._signals.poll(self._check_s)
             idle.update(self._heartbeat.beats, time.monotonic())
@@ -133,7 +137,8 @@ class Watchdog:
         return render_alone(report, limit.seconds, limit.key, f", and rank 0 on {self._hosts[0]} does not answer")
 
     def _report(self, idle_s: float, *, sources: bool) -> Report:
-        frames, under_way = frames_of_work(self._watched_thread), self._heartbeat.under_way()
+        frames = frames_of_work(self._watched_thread)
+        under_way = self._heartbeat.under_way()
         return Report(
             rank=self._rank,
             host=self._host,
@@ -187,9 +192,12 @@ class IdleTime:
 
     def __init__(self, most_s: float) -> None:
         self.seconds = 0.0
-        self._most_s, self._beats, self._updated_s = most_s, -1, 0.0
+        self._most_s = most_s
+        self._beats = -1
+        self._updated_s = 0.0
 
     def update(self, beats: int, now_s: float) -> None:
         """now_s is of time.monotonic()."""
         self.seconds = self.seconds + min(now_s - self._updated_s, self._most_s) if beats == self._beats else 0.0
-        self._beats, self._updated_s = beats, now_s
+        self._beats = beats
+        self._updated_s = now_s

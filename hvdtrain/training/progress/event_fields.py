@@ -33,7 +33,8 @@ def _rate(count: Any, seconds: float) -> float:
 
 
 def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
-    policy, count = config.guard.nonfinite, now.nonfinite
+    policy = config.guard.nonfinite
+    count = now.nonfinite
     line = f"step {now.progress.step}: a loss or gradient was not finite: {policy}, {count} in all"
     return {"policy": policy, "count": count, "lines": [line]}
 
@@ -72,7 +73,8 @@ def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dic
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}
-    total, trained = sum(joules.values()), now.trained_samples
+    total = sum(joules.values())
+    trained = now.trained_samples
     per_image = {"joules_per_sample": total / trained} if trained else {}
     return {"joules": joules, "wh": round(total / 3600, 4), "watts": round(total / wall_s, 2), **per_image}
 

@@ -95,7 +95,8 @@ class TrainState:
 
     def add_energy(self, sums: Sums) -> TrainState:
         """With the joules of more work."""
-        gpu_j, cpu_j = sums.get("joules.gpu", 0.0), sums.get("joules.cpu", 0.0)
+        gpu_j = sums.get("joules.gpu", 0.0)
+        cpu_j = sums.get("joules.cpu", 0.0)
         return replace(
             self,
             gpu_j=self.gpu_j + gpu_j,

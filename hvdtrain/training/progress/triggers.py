@@ -24,7 +24,8 @@ def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
 
 def steps_to_sync_point(config: Config, recipe: Recipe, before: TrainState) -> tuple[list[Progress], Progress]:
     """Where each of the next steps begins, up to the next sync point; and the progress there."""
-    steps, p = [before.progress], before.progress
+    steps = [before.progress]
+    p = before.progress
     while True:
         p = p.advance(recipe.at(p).batch)
         if is_sync_point(config, before, p):
@@ -39,7 +40,8 @@ def is_at_its_end(config: Config, p: Progress) -> bool:
 
 def evaluation_due(config: Config, now: TrainState) -> bool:
     """Whether the end of an epoch, evaluate.every_steps or the last step has come and has not been evaluated yet."""
-    p, every = now.progress, config.evaluate.every_steps
+    p = now.progress
+    every = config.evaluate.every_steps
     is_due = p.epoch > now.epoch or is_at_its_end(config, p) or (every is not None and p.step // every > now.evaluated // every)
     return p.step > now.evaluated and is_due
 

@@ -103,7 +103,8 @@ def explain(tables: Sequence[DigestTables], hosts: list[str], step: int) -> Dive
             ranks_of.setdefault(name, []).append(rank)
     values = {name: [(table.whole | table.parts).get(name) for table in tables] for name in ranks_of}
     different = [name for name, ranks in ranks_of.items() if len({values[name][rank] for rank in ranks}) > 1]
-    name, others = different[0], len(different) - 1
+    name = different[0]
+    others = len(different) - 1
     where = describe_minority(values[name], hosts, ranks_of[name]).where
     fix = (
         "the newest checkpoint is older: start the same command again; if ranks differ again, the cause is that host's memory, or a "
@@ -141,9 +142,11 @@ def broadcast_state(
     Raises RuntimeError where digests differ after that.
     """
     if restored is None:
-        pieces, is_partial = [piece for piece in learner.pieces() if piece.is_whole], learner.is_sharded
+        pieces = [piece for piece in learner.pieces() if piece.is_whole]
+        is_partial = learner.is_sharded
     else:
-        pieces, is_partial = [whole(name, array) for name, array in restored.items()], only_weights
+        pieces = [whole(name, array) for name, array in restored.items()]
+        is_partial = only_weights
     own = (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces]) if communicator.rank == 0 else None
     is_partial, schema = communicator.broadcast_object(own)  # only rank 0 knows whether what comes is all
     loads_its_own = restored is None and communicator.rank == 0

@@ -84,7 +84,8 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 
 def _probe_field(field: Field, samples: int) -> np.ndarray:
     """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to 1."""
-    values, dtype = samples * math.prod(field.shape), np.dtype(field.dtype)
+    values = samples * math.prod(field.shape)
+    dtype = np.dtype(field.dtype)
     if field.is_mask:
         return np.ones((samples, *field.shape), dtype)
     if dtype == np.uint8 and not field.values:

@@ -45,7 +45,8 @@ class Counter:
     """A counter of the hardware. It starts again at 0 after `modulus` joules; inf: never."""
 
     def __init__(self, read_j: Callable[[], float], modulus: float = math.inf) -> None:
-        self._read_j, self._modulus = read_j, modulus
+        self._read_j = read_j
+        self._modulus = modulus
         self._last = read_j()
 
     def joules(self, since_s: float = 0.0) -> float:
@@ -54,7 +55,8 @@ class Counter:
         NaN where the counter went backwards, since the driver was loaded anew, or may have started again more than once.
         """
         now = self._read_j()
-        difference, self._last = now - self._last, now
+        difference = now - self._last
+        self._last = now
         if difference < 0:
             difference = difference + self._modulus if math.isfinite(self._modulus) else math.nan
         return difference if since_s * MOST_W < self._modulus else math.nan
@@ -71,7 +73,8 @@ class EnergyCounters:
     """
 
     def __init__(self, reasons: dict[str, str], counters: Mapping[str, Sequence[Counter]], clock: Callable[[], float]) -> None:
-        self.reasons, self._clock = reasons, clock
+        self.reasons = reasons
+        self._clock = clock
         self._counters = {kind: counters.get(kind, ()) for kind in KINDS}
         self._read_s = clock()
         self._failed: set[str] = set()
@@ -83,7 +86,8 @@ class EnergyCounters:
         0.0 for what another rank reads, or no rank. A counter that fails makes its kind NaN from then on, and with it the sum over ranks.
         """
         self._read_all()
-        joules, self._unread = self._unread, dict.fromkeys(KINDS, 0.0)
+        joules = self._unread
+        self._unread = dict.fromkeys(KINDS, 0.0)
         return joules
 
     def keep_up(self) -> None:
@@ -93,7 +97,8 @@ class EnergyCounters:
 
     def _read_all(self) -> None:
         now_s = self._clock()
-        since_s, self._read_s = now_s - self._read_s, now_s
+        since_s = now_s - self._read_s
+        self._read_s = now_s
         self._unread = {kind: joules + self._joules(kind, since_s) for kind, joules in self._unread.items()}
 
     def _joules(self, kind: str, since_s: float) -> float:
@@ -241,7 +246,9 @@ class EnergyMeter:
     """
 
     def __init__(self, counters: EnergyCounters, rank: int, clock: Callable[[], float]) -> None:
-        self._counters, self._decides, self._clock = counters, rank == 0, clock
+        self._counters = counters
+        self._decides = rank == 0
+        self._clock = clock
         self.reasons = counters.reasons
         self.kinds = [kind for kind, reason in counters.reasons.items() if not reason]  # that are measured
         self._read_s = self._synced_s = clock()  # the last reading; the last sync point
@@ -259,7 +266,8 @@ class EnergyMeter:
     def sync_sums(self) -> Sums:
         """This rank's joules at a sync point, to add up over ranks: zeros where the counters are not read at this one."""
         now_s = self._clock()
-        self._interval_s, self._synced_s = now_s - self._synced_s, now_s
+        self._interval_s = now_s - self._synced_s
+        self._synced_s = now_s
         return self.read_sums() if self._due else self._sums(dict.fromkeys(KINDS, 0.0), now_s - self._read_s)
 
     def read_sums(self) -> Sums:
@@ -280,6 +288,8 @@ class EnergyMeter:
         passed_s = now_s - self._read_s
         if self._was_read and passed_s >= SHORTEST_S:
             self._watts = self._joules / passed_s if self.kinds else math.nan
-            self._joules, self._read_s = 0.0, now_s
-        self._was_read, self._due = False, sums["joules.due"] > 0
+            self._joules = 0.0
+            self._read_s = now_s
+        self._was_read = False
+        self._due = sums["joules.due"] > 0
         return self._watts

@@ -48,7 +48,8 @@ def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
     Ranks of one host have one clock. Those of two hosts do not: nothing arrives before it was sent, in both directions, which bounds how
     far the second clock is ahead; where 0 is not within the bounds, it is taken to be in their middle (as Mills 1991, RFC 5905, does).
     """
-    moved, total_s = [list(ranks[0])], 0.0
+    moved = [list(ranks[0])]
+    total_s = 0.0
     for before, passes in itertools.pairwise(ranks):
         least, most = _bounds(before, passes)
         if not least <= 0.0 <= most and math.isfinite(least) and math.isfinite(most):
@@ -60,7 +61,8 @@ def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
 def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[float, float]:
     """The least and the most seconds by which the clock of `second` may be ahead."""
     passes = {(one.kind == "forward", one.stage, one.micro): one for one in first if one.kind != "weight gradient"}
-    least, most = -math.inf, math.inf
+    least = -math.inf
+    most = math.inf
     for two in second:
         one = passes.get((two.kind == "forward", two.stage - 1, two.micro))
         if one is None or two.kind == "weight gradient":
@@ -100,8 +102,11 @@ class MeshGauge(Gauge):
     """The time that each rank takes for communication, and in a pipeline the share of its passes in which it waits for others."""
 
     def __init__(self, parallel: ParallelConfig, communicator: Communicator, learner: Learner, log: Log) -> None:
-        self._communicator, self._learner, self._log = communicator, learner, log
-        self._pipeline, self._stages = parallel.pipeline, stages_of_ranks(parallel, communicator.size)
+        self._communicator = communicator
+        self._learner = learner
+        self._log = log
+        self._pipeline = parallel.pipeline
+        self._stages = stages_of_ranks(parallel, communicator.size)
         self._predicted = 0.0  # of idleness, by the schedule, if all stages took the same time
         self._seconds = self._waiting = self._work = np.zeros(1)  # (ranks,) of all steps
         self._steps = 0
@@ -121,10 +126,13 @@ class MeshGauge(Gauge):
         self._epoch_communication = self._epoch_communication + sums["rank.communication"]
         if "rank.waiting" not in sums:
             return {}
-        seconds, waiting = np.array(sums["rank.passes"]), np.array(sums["rank.waiting"])
+        seconds = np.array(sums["rank.passes"])
+        waiting = np.array(sums["rank.waiting"])
         self._epoch_waiting = self._epoch_waiting + waiting
-        self._seconds, self._waiting = self._seconds + seconds, self._waiting + waiting
-        self._work, self._steps = self._work + np.array(sums["rank.work"]), self._steps + steps
+        self._seconds = self._seconds + seconds
+        self._waiting = self._waiting + waiting
+        self._work = self._work + np.array(sums["rank.work"])
+        self._steps = self._steps + steps
         return {"bubble": _idle(seconds, waiting).tolist(), "bubble_predicted": self._predicted}
 
     def epoch_fields(self, steps: int) -> dict[str, Any]:
@@ -146,8 +154,10 @@ class MeshGauge(Gauge):
             return []
         idle = _idle(self._seconds, self._waiting)
         ranks = f"{idle.min():.0%} to {idle.max():.0%} of a rank"
-        work_ms, waits = 1e3 * medians_of_stages(self._work, self._stages) / self._steps, medians_of_stages(idle, self._stages)
-        slowest, waiting = int(work_ms.argmax()), int(waits.argmax())
+        work_ms = 1e3 * medians_of_stages(self._work, self._stages) / self._steps
+        waits = medians_of_stages(idle, self._stages)
+        slowest = int(work_ms.argmax())
+        waiting = int(waits.argmax())
         others = f"the median of stages {np.median(work_ms):.3g}" if len(work_ms) > 2 else f"stage {1 - slowest} {work_ms[1 - slowest]:.3g}"
         return [
             f"pipeline {idle.mean():.0%} of the time of its passes idle, {ranks}; {self._predicted:.0%} by its schedule with equal stages",

@@ -32,8 +32,11 @@ class StepProfiler:
     """Traces the steps that follow step `first` up to step `last` into `folder`. A trace that fails is a warning: training goes on."""
 
     def __init__(self, learner: Learner, log: Log, folder: Path, first: int, last: int) -> None:
-        self._learner, self._log, self.folder = learner, log, folder
-        self.first, self.last = first, last
+        self._learner = learner
+        self._log = log
+        self.folder = folder
+        self.first = first
+        self.last = last
         self._trace: AbstractContextManager[None] | None = None
         self._over = False
 
@@ -48,7 +51,8 @@ class StepProfiler:
 
     def close(self, step: int) -> None:
         """Writes a trace that has begun; `step` steps are done."""
-        trace, self._trace = self._trace, None
+        trace = self._trace
+        self._trace = None
         if trace is None:
             return
         self._over = True

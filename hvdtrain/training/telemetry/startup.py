@@ -122,7 +122,9 @@ class FirstStep:
     """
 
     def __init__(self, config: Config, log: Log, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._config, self._log, self._clock = config, log, clock
+        self._config = config
+        self._log = log
+        self._clock = clock
         self._began: list[tuple[Progress, float]] = []  # of the first three steps
 
     def before_step(self, p: Progress) -> None:
@@ -133,7 +135,8 @@ class FirstStep:
         if len(self._began) < 3:
             return
         (_, first_s), (second, second_s), (_, third_s) = self._began
-        step_s, rate_s = second_s - first_s, third_s - second_s
+        step_s = second_s - first_s
+        rate_s = third_s - second_s
         if rate_s * self._config.log.every_steps >= LATE_S:
             left_s = rate_s * (p.total - p.samples) / (p.samples - second.samples) if p.total < ENDLESS else math.inf
             if self._config.stop.steps is not None:

@@ -94,9 +94,14 @@ class Telemetry:
         first_step: FirstStep | None = None,
         gauges: Sequence[Gauge] = (),
     ) -> None:
-        self._communicator, self._learner, self.log = communicator, learner, log
+        self._communicator = communicator
+        self._learner = learner
+        self.log = log
         self._hosts = hosts  # of each rank
-        self.energy, self.step_times, self.profiler, self.first_step = energy, step_times, profiler, first_step
+        self.energy = energy
+        self.step_times = step_times
+        self.profiler = profiler
+        self.first_step = first_step
         self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
         self._epoch_work_s = np.zeros(communicator.size)  # seconds that each rank was busy since the last evaluation
         self._epoch_steps = 0
@@ -191,7 +196,8 @@ class Telemetry:
         of_ranks = {"rank_work_ms": 1e3 * self._epoch_work_s / steps} if self._learner.waits_only_in_communication else {}
         for gauge in self.gauges:
             of_ranks |= gauge.epoch_fields(steps)
-        self._epoch_work_s, self._epoch_steps = np.zeros(self._communicator.size), 0
+        self._epoch_work_s = np.zeros(self._communicator.size)
+        self._epoch_steps = 0
         fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
         return fields | {name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()}
 

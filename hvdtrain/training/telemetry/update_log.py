@@ -47,7 +47,8 @@ class UpdateLog:
 
     def __init__(self, run: Path, header: Header) -> None:
         """header.first: updates done by now; a log in the folder that reaches up to there goes on."""
-        self._run, self._first = run, header.first
+        self._run = run
+        self._first = header.first
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
@@ -134,7 +135,8 @@ def read_updates(run: Path) -> tuple[Header, list[WorkerUpdate]]:
     where = str(run / NAME)
     try:
         with Folder.open(run) as folder:
-            header, data = read_header(folder), folder.read(NAME, MOST_BYTES)
+            header = read_header(folder)
+            data = folder.read(NAME, MOST_BYTES)
     except FileNotFoundError:
         raise UserError("the run folder has no log of updates", where, "a run that was trained with servers.log=true") from None
     except WrongKind as error:
@@ -181,7 +183,8 @@ class StalenessGauge(Gauge):
 
     def __init__(self, read_updates: Callable[[], Sequence[WorkerUpdate]], log: UpdateLog | None = None) -> None:
         """read_updates: those since it was last called."""
-        self._read_updates, self._log = read_updates, log
+        self._read_updates = read_updates
+        self._log = log
         self._of_job: dict[int, Counter[int]] = {}  # worker -> staleness -> updates
 
     def from_step(self, step: int) -> StalenessGauge:

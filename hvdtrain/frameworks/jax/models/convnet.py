@@ -44,7 +44,8 @@ def build(
         raise UserError(f"dense {dense} makes no layers", "model.dense", "1 or more for each hidden dense layer, or leave it out")
     if min(widths, default=0) < 1:
         raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
-    convolutions, norms = [f"conv{i}" for i in range(1, len(widths) + 1)], {}
+    convolutions = [f"conv{i}" for i in range(1, len(widths) + 1)]
+    norms = {}
     last = [*(f"dense.fc{i}" for i in range(1, len(dense) + 1)), "dense.fc"] if dense else ["fc"]
     sizes = itertools.pairwise((shape[2], *widths))
     shapes: dict[str, tuple[int, ...]] = {

@@ -59,7 +59,8 @@ class GPT:
 
     def _stds(self) -> dict[str, tuple[tuple[int, int], float]]:
         """Layer -> shape and standard deviation of its weights."""
-        width, last = self.width, STD / math.sqrt(2 * self.layers)
+        width = self.width
+        last = STD / math.sqrt(2 * self.layers)
         of_block = {
             "attention.inputs": ((3 * width, width), STD),
             "attention.output": ((width, width), last),
@@ -82,7 +83,8 @@ class GPT:
 
     def read(self, params: Params, tokens: jax.Array, cache: list[KeysAndValues], first: Any) -> tuple[jax.Array, list[KeysAndValues]]:
         """apply() of the positions from `first` on, in evaluation, with the cache of those before: only `tokens` are computed."""
-        x, found = self._embed(params, tokens, first), []
+        x = self._embed(params, tokens, first)
+        found = []
         for layer, before in enumerate(cache):
             name = f"blocks.{layer}"
             queries, *new = self._parts(params, name, x)

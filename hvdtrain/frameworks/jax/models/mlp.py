@@ -32,7 +32,8 @@ def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int,
     Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
     if min(widths, default=1) < 1 or not 0 <= dropout < 1:
-        what, where = f"widths {widths} with dropout {dropout} make no network", "model.widths, model.dropout"
+        what = f"widths {widths} with dropout {dropout} make no network"
+        where = "model.widths, model.dropout"
         raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
     hidden = [f"fc{i}" for i in range(1, len(widths) + 1)]
     sizes = itertools.pairwise((math.prod(shape), *widths, outputs))

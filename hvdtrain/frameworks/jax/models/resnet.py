@@ -45,7 +45,8 @@ class Block(NamedTuple):
 
 
 def blocks_of(name: str) -> list[Block]:
-    found, before = [], 64
+    found = []
+    before = 64
     for stage, count in enumerate(BLOCKS[name]):
         width = 64 << stage
         for number in range(count):
@@ -70,7 +71,8 @@ def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images:
     blocks = blocks_of(name)
     first = (64, shape[2], 3, 3) if small_images else (64, shape[2], 7, 7)
     kernels: dict[str, tuple[int, ...]] = {}
-    norms, last = {"bn1": 64}, []
+    norms = {"bn1": 64}
+    last = []
     for block in blocks:
         kernels |= {f"{block.name}.{conv}": size for conv, size in block.kernels.items()}
         norms |= {f"{block.name}.bn{i}": size[0] for i, size in enumerate(block.kernels.values(), start=1)}

@@ -64,7 +64,8 @@ def build(
             found: Flow = wrap(number, functools.partial(_twice, name, second, _norm_of(norm, norms, groups)))(params, flow)
             return found
 
-        flow, kept = norms.begin(x), []
+        flow = norms.begin(x)
+        kept = []
         for depth in range(len(widths)):
             flow = flow if depth == 0 else flow._replace(x=max_pool(flow.x, 2, 2))
             flow = block(depth, f"down.{depth}", flow)

@@ -44,7 +44,8 @@ def build(
     Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be halved twice.
     """
     if min(widths) < 1 or not 0 <= dropout < 1:
-        what, where = f"widths {widths} with dropout {dropout} make no network", "model.widths, model.dropout"
+        what = f"widths {widths} with dropout {dropout} make no network"
+        where = "model.widths, model.dropout"
         raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
     if min(shape[:2]) < 4:
         raise UserError(f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice", "model.name=wide_resnet", "model.name=mlp")

@@ -45,7 +45,8 @@ class FunctionalLearner(LoopLearner):
         check_given(config, params, transformation, example)
         self.data = self.readers = mesh.data
         self.divisor = Divisor(config, mesh.data)
-        self._on_step, self._transformation = on_step, transformation
+        self._on_step = on_step
+        self._transformation = transformation
         self._x64 = jax.config.read("jax_enable_x64")  # threads that read samples do not see what `with` sets
         self._device = pick_device(config, mesh.world)
         self.params, paths = tree_of_parameters(params, self._device)
@@ -67,7 +68,8 @@ class FunctionalLearner(LoopLearner):
     def begin_step(self, batch: KeyedSamples, global_batch: int, seed: int) -> KeyedSamples:
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch = replace(batch, key_data=key_data(fold(fold(seed, batch.step), self.data.rank)))
-        self._global_batch, self._gradient = global_batch, None
+        self._global_batch = global_batch
+        self._gradient = None
         self.divisor.items = None
         return self._batch
 
@@ -111,7 +113,8 @@ class FunctionalLearner(LoopLearner):
             self.divisor.agree(WHERE, is_counted=has_count)
             if at_most is None:
                 found, gradient = one_pass(params, self._weight(batch, gives), *arguments)
-                loss, aux = found[0], found[2]
+                loss = found[0]
+                aux = found[2]
                 items = self._items(batch, found[1]) if has_count else 0.0
             else:
                 loss, items, gradient = self._in_parts(one_pass, gives, params, arguments, at_most)
@@ -194,7 +197,8 @@ class FunctionalLearner(LoopLearner):
         check_extra(self._transformation, extra)
         new_params, new_state, is_bad = updated(self._rules, gradient, state, params, dict(extra))
         self._bad = self._bad + is_bad / self.data.size
-        self.params, self.state_tree = _next(self.params, new_params), _next(self.state_tree, new_state)
+        self.params = _next(self.params, new_params)
+        self.state_tree = _next(self.state_tree, new_state)
         self._batch = self._gradient = None
         self._on_step()
         return new_params, new_state
@@ -205,7 +209,8 @@ class FunctionalLearner(LoopLearner):
 
     def read_nonfinite(self) -> float:
         """This rank's share of the steps that had numbers which are not finite, since the last call."""
-        found, self._bad = float(self._bad), 0.0
+        found = float(self._bad)
+        self._bad = 0.0
         return found
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -222,14 +227,16 @@ class FunctionalLearner(LoopLearner):
         return plain_names(self.params.names)
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)
+        live = {piece.name: piece for piece in self.pieces()}
+        stream = as_stream(state)
         check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
         loaded = {name: jax.device_put(np.array(array, live[name].dtype), self._device) for name, array in stream.arrays}
         self.params, self.state_tree = self.params.with_arrays(loaded), self.state_tree.with_arrays(loaded)
         self._batch = self._gradient = None
 
     def describe(self) -> str:
-        count, dtypes = sum(p.size for p in self.params.arrays), sorted({p.dtype.name for p in self.params.arrays})
+        count = sum(p.size for p in self.params.arrays)
+        dtypes = sorted({p.dtype.name for p in self.params.arrays})
         how = "gradients by one allreduce" if self.data.size > 1 else "no reduction"
         return f"{count:,} parameters, jax {', '.join(dtypes)} on {self._device.platform}:{self._device.id}, {how}"
 

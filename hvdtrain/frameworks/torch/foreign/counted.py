@@ -27,7 +27,9 @@ def counted(most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bo
 
     of_meta: tensors without memory count as if they had it.
     """
-    thread, parts, nbytes = threading.get_ident(), 0, 0
+    thread = threading.get_ident()
+    parts = 0
+    nbytes = 0
     seen: set[int] = set()  # a tensor may be registered again, as a tied one
 
     def count(module: torch.nn.Module, name: str, part: Any) -> None:

@@ -95,7 +95,8 @@ class _Offline:
     """The offline mode of huggingface_hub, from the first thread that enters to the last one that leaves."""
 
     def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._inside = 0
         self._variable: str | None = None
         self._in_library: bool | None = None  # before; None: it was not imported
 

@@ -229,7 +229,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 def _quiet(transformers: Any) -> Iterator[None]:
     """Inside, the library prints no table of names and no progress bar: the caller says what was loaded."""
     log = transformers.utils.logging
-    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    before = log.get_verbosity()
+    bars = log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:

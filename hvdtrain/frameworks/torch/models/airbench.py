@@ -30,7 +30,8 @@ class Whitening(nn.Conv2d):
     @torch.no_grad()
     def begin_with(self, x: torch.Tensor) -> None:
         """x: (n, C, H, W), samples as the network gets them. Section 3.2 of the paper; they are few numbers, so in float64 on the host."""
-        products, count = torch.zeros(self.weight[0].numel(), self.weight[0].numel(), dtype=torch.float64), 0
+        products = torch.zeros(self.weight[0].numel(), self.weight[0].numel(), dtype=torch.float64)
+        count = 0
         for part in x.detach().split(PART):
             patches = nn.functional.unfold(part.to("cpu", torch.float64), 2).transpose(1, 2).flatten(0, 1)  # (patches, 4 C)
             products += patches.T @ patches

@@ -32,8 +32,10 @@ class KeysAndValues:
         """Appends keys and values of further positions, (n heads, m, width / heads) each; returns the filled parts of the buffers."""
         if self.keys is None or self.values is None:
             rows, _, width = keys.shape
-            self.keys, self.values = keys.new_empty(rows, width, self.context), values.new_empty(rows, self.context, width)
-        first, self.length = self.length, self.length + keys.shape[1]
+            self.keys = keys.new_empty(rows, width, self.context)
+            self.values = values.new_empty(rows, self.context, width)
+        first = self.length
+        self.length = self.length + keys.shape[1]
         self.keys[:, :, first : self.length] = keys.transpose(1, 2)
         self.values[:, first : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, : self.length]
@@ -44,7 +46,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, attention_dropout: float, residual_dropout: float) -> None:
         super().__init__()
-        self.head_size, self.attention_dropout = width // heads, attention_dropout
+        self.head_size = width // heads
+        self.attention_dropout = attention_dropout
         self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values
         self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(residual_dropout)

@@ -307,7 +307,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter
 
 @torch.no_grad()
 def _load(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
-    group, state = group_of(optimizer, p), optimizer.state[p]
+    group = group_of(optimizer, p)
+    state = optimizer.state[p]
     counts_on_host = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)  # as torch's own do
     own = {key: array for key, array in arrays.items() if not key.startswith(GROUP)}
     load_entries(state, as_tensors(state), own, p.device, counts_on_host)
@@ -327,7 +328,8 @@ def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     """Raises UserError where the optimizer state among the names of a state is another class's; a state without any fits every class."""
     classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": not an entry of class_entry()
-    theirs, ours = "".join(classes), "".join(class_entry(optimizer))
+    theirs = "".join(classes)
+    ours = "".join(class_entry(optimizer))
     if classes and theirs != ours:
         there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
         rule = without_average(optimizer.param_groups[0]["rule"]) if "rule" in optimizer.param_groups[0] else None

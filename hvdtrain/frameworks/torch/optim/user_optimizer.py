@@ -166,7 +166,8 @@ def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
 
 def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
     """The constructor's arguments: the options, and lr and momentum or betas where it has them, since it may check one against another."""
-    found, momentum = dict(config.optim.options), config.optim.momentum
+    found = dict(config.optim.options)
+    momentum = config.optim.momentum
     if "lr" in signature.parameters:
         found["lr"] = config.optim.base_lr
     if momentum is not None and "momentum" in signature.parameters:
@@ -212,7 +213,8 @@ def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a user's class counts in a parameter group: numbers that changed since its construction, and tensors of one number."""
     if "construction" not in group:
         return {}
-    ours, initial = OWN_KEYS.union(group["follow"]), group["construction"].initial
+    ours = OWN_KEYS.union(group["follow"])
+    initial = group["construction"].initial
     own = {key: value for key, value in group.items() if key not in ours and (not torch.is_tensor(value) or value.numel() == 1)}
     unchanged = {key for key, value in numbers(own).items() if initial.get(key) == value}
     return {key: tensor for key, tensor in as_tensors(own).items() if key not in unchanged}

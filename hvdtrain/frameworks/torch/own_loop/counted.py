@@ -19,7 +19,8 @@ class Accumulated:
     """The mean loss of a batch in parts. loss_of(part) gives the mean of a part, or a pair of it and its count."""
 
     def __init__(self, loss_of: Callable[[Samples], Any], divisor: Divisor, device: torch.device) -> None:
-        self._loss_of, self._divisor = loss_of, divisor
+        self._loss_of = loss_of
+        self._divisor = divisor
         self.total = torch.zeros((), device=device)  # of losses times weights
         self.weight = 0.0  # of all parts: samples or items
         self.is_counted: bool | None = None  # once a part was computed

@@ -56,7 +56,7 @@ class OwnLearner(LoopLearner):
 
     words = WORDS
 
-    def __init__(
+    def __init__(  # noqa: PLR0915
         self,
         config: Config,
         mesh: Mesh,
@@ -66,7 +66,10 @@ class OwnLearner(LoopLearner):
         example: Called | None = None,
     ) -> None:
         """example: (n, ...) what the model is called with, for some samples: parallel.* and shard.stage=3 need it."""
-        self.config, self.mesh, self.data, self._on_step = config, mesh, mesh.data, on_step
+        self.config = config
+        self.mesh = mesh
+        self.data = mesh.data
+        self._on_step = on_step
         self.readers = mesh.data
         self.device = device_of_rank(config, mesh.world)
         take_optimizer(model, optimizer)
@@ -81,11 +84,13 @@ class OwnLearner(LoopLearner):
         if self._sample_type is not None:
             give_type(uncompiled(model), optimizer, self.precision.weights)
         arrangement = self._arranged(model, optimizer, example)
-        self.model, self._orders = arrangement.model, arrangement.orders
+        self.model = arrangement.model
+        self._orders = arrangement.orders
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.strategy: Strategy = arrangement.strategy(self._named, optimizer)
         wrapped = self.strategy.wrap(model if arrangement.body is self.model else arrangement.body, optimizer)
-        self.forward, self._inner = wrapped.forward, wrapped.optimizer
+        self.forward = wrapped.forward
+        self._inner = wrapped.optimizer
         self._stages: InStages | None = None
         if config.parallel.pipeline > 1:
             self.forward = self._stages = InStages(self.model, arrangement.pipelined, mesh, self.precision.weights)  # type: ignore[attr-defined]
@@ -119,7 +124,8 @@ class OwnLearner(LoopLearner):
         names = {p: name for name, p in whole.named_parameters()}
         if example is not None:
             example = each_of(example, self._as_sample)
-        stopwatch, given = ReplaceableStopwatch(HostStopwatch()), Given(whole, example)
+        stopwatch = ReplaceableStopwatch(HostStopwatch())
+        given = Given(whole, example)
         making = Making(self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given)
         arrangement = arrangement_of(self.config)(making)
         arrangement.cut()
@@ -143,8 +149,11 @@ class OwnLearner(LoopLearner):
     def begin_step(self, batch: Samples, global_batch: int, seed: int) -> Samples:
         """This batch as the script gets it. Layers that draw random numbers draw those of the seed, which is the samples', and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
-        self._batch, self._global_batch, self._passed = batch, global_batch, False
-        self._gate, self.divisor.items = Gate(), None
+        self._batch = batch
+        self._global_batch = global_batch
+        self._passed = False
+        self._gate = Gate()
+        self.divisor.items = None
         set_mode(self._inner, training=True)
         seed_dropout(fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config)) & (2**63 - 1), self.device)
         if self._saves_buffers:
@@ -178,7 +187,8 @@ class OwnLearner(LoopLearner):
 
     def backward(self, loss: Any, count: Any) -> None:
         """What Context.backward() does. A collective."""
-        where, fix = "ctx.backward()", "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
+        where = "ctx.backward()"
+        fix = "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
         if self._stages is not None:
             what = "no rank has all layers of the model, with parallel.pipeline: a backward pass goes through those of all"
             fix = "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss of a part of the batch"
@@ -190,7 +200,8 @@ class OwnLearner(LoopLearner):
         self.divisor.agree(where, is_counted=count is not None)
         if count is None:
             self._check_mean(loss, 1, where, fix)
-            weight, divisor = float(batch.count), self._divisor_of_samples(batch)
+            weight = float(batch.count)
+            divisor = self._divisor_of_samples(batch)
         else:
             weight = item_count(count, where) if batch.count else 0.0
             divisor = self._divisor_of_items(weight)
@@ -199,7 +210,8 @@ class OwnLearner(LoopLearner):
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
         """What Context.accumulate() does. A collective."""
-        where, fix = "ctx.accumulate()", "return loss, N in loss_of(part), N: how many items the loss is the mean over"
+        where = "ctx.accumulate()"
+        fix = "return loss, N in loss_of(part), N: how many items the loss is the mean over"
         batch = self._begin_passes(where)
         largest_share = math.ceil(self._global_batch / self.data.size)
         passes = math.ceil(largest_share / at_most)  # as many on every rank
@@ -326,7 +338,8 @@ class OwnLearner(LoopLearner):
 
     def read_nonfinite(self) -> float:
         """This rank's share of the steps that had numbers which are not finite, since the last call."""
-        found, self._bad = float(self._bad), torch.zeros_like(self._bad)
+        found = float(self._bad)
+        self._bad = torch.zeros_like(self._bad)
         return found
 
     @property
@@ -384,7 +397,8 @@ def uncompiled(model: Any) -> Any:
 
 def check_given(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the configuration says."""
-    stage, is_cut = config.shard.stage, config.shard.stage == 3 or config.parallel.cuts
+    stage = config.shard.stage
+    is_cut = config.shard.stage == 3 or config.parallel.cuts
     check_overlaps(model, WHERE)
     if stage or is_cut:
         check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage" if stage else "parallel.*"))

@@ -36,7 +36,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, update: Callable[[Scaled | None], None]) -> None:
         """update: what step() does. The constructor of Optimizer is not called: its attributes are those of `inner`."""
         self.__dict__.update(inner.__dict__)
-        self._inner, self._update = inner, update
+        self._inner = inner
+        self._update = update
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """closure: forward and ctx.backward(loss), as torch has it; it is called once, and what it returns is returned."""
@@ -125,7 +126,9 @@ class InStages(torch.nn.Module):
         """model: the script's, of which this rank has its stages. dtype: of the outputs."""
         super().__init__()
         self.model = model
-        self._pipelined, self._pipe, self._dtype = pipelined, mesh.pipe, dtype
+        self._pipelined = pipelined
+        self._pipe = mesh.pipe
+        self._dtype = dtype
         self._asks = False  # for the inputs
         self._outputs: Any = None  # of the part whose loss is computed
         self._calls = 0  # of the model, in this part
@@ -151,7 +154,8 @@ class InStages(torch.nn.Module):
         raise UserError(what, "ctx.accumulate()", "loss(model(part['x']), ...)")
 
     def _loss(self, part: Any, outputs: Any, loss_of: Callable[[Any], Any]) -> Any:
-        self._outputs, self._calls = (in_type(outputs, self._dtype),), 0
+        self._outputs = (in_type(outputs, self._dtype),)
+        self._calls = 0
         try:
             return loss_of(part)
         finally:
@@ -256,7 +260,9 @@ class GivenScale(Scale):
         """is_sharded: this rank has only parts of the gradients."""
         super().__init__()
         self.scaled: Scaled | None = None  # of this step
-        self._is_sharded, self._in_a_row = is_sharded, 0  # overflows, in each of which the scale is halved
+        # overflows, in each of which the scale is halved
+        self._is_sharded = is_sharded
+        self._in_a_row = 0
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
         """Raises UserError where this rank has only parts of the gradients."""

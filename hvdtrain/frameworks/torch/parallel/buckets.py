@@ -69,7 +69,9 @@ class InOrder(Generic[B]):
     """
 
     def __init__(self, buckets: Sequence[B], start: Callable[[B], None], stopwatch: Stopwatch) -> None:
-        self._buckets, self._start, self._stopwatch = buckets, start, stopwatch
+        self._buckets = buckets
+        self._start = start
+        self._stopwatch = stopwatch
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._missing = [0] * len(buckets)  # gradients that backward has not computed yet
         self._started = 0  # buckets
@@ -79,7 +81,8 @@ class InOrder(Generic[B]):
 
     def begin(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._started, self._takes = 0, True
+        self._started = 0
+        self._takes = True
 
     def end(self) -> None:
         """Starts those that backward did not complete."""
@@ -113,7 +116,8 @@ class InOrder(Generic[B]):
 
 def places(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, int]:
     """Where each begins, with one behind the other."""
-    begins, begin = {}, 0
+    begins = {}
+    begin = 0
     for p in parameters:
         begins[p] = begin
         begin += p.numel()
@@ -250,7 +254,8 @@ def fastest_bucket_bytes(named: NamedParameters, communicator: Communicator, com
     counts_of = {mb: [sum(p.numel() for p in bucket) for bucket in group(named, int(mb * 2**20))] for mb in SIZES_MB}
     sizes = [mb for i, mb in enumerate(SIZES_MB) if counts_of[mb] not in [counts_of[less] for less in SIZES_MB[:i]]]
     first = named[0][1]
-    device, dtype = reduction_device(first.device, communicator), compressed or first.dtype
+    device = reduction_device(first.device, communicator)
+    dtype = compressed or first.dtype
     times = np.full((len(sizes), ROUNDS), np.inf)
     for turn in range(-1, ROUNDS):  # the first turn warms up
         for i, mb in enumerate(sizes):

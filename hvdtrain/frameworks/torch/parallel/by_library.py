@@ -27,7 +27,8 @@ class Ddp(Strategy):
     waits_in_passes = True
 
     def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
-        self._named, self._bucket_mb = named, bucket_mb
+        self._named = named
+        self._bucket_mb = bucket_mb
         self._is_called = False  # DDP's module, since the last step: that of inside would reduce nothing
 
     @property
@@ -81,7 +82,8 @@ class HorovodOptimizer(Strategy):
     summary = "gradients by hvd.DistributedOptimizer"
 
     def __init__(self, named: NamedParameters, communicator: Communicator) -> None:
-        self._named, self._passes = named, 1
+        self._named = named
+        self._passes = 1
         self._communicator = communicator
 
     @property

@@ -37,7 +37,8 @@ def timed_mesh(mesh: Mesh, config: Config, device: torch.device, stopwatch: Repl
 
 class _TimedHandle:
     def __init__(self, handle: Handle, communicating: Communicating) -> None:
-        self._handle, self._communicating = handle, communicating
+        self._handle = handle
+        self._communicating = communicating
 
     def wait(self) -> Buffer:
         with self._communicating():
@@ -74,7 +75,9 @@ class PlannedCommunicator(SingleProcessCommunicator):
 
     def __init__(self, size: int, features: frozenset[Feature], rank: int = 0) -> None:
         """`features`: of the engine."""
-        self.rank, self.size, self.local_size = rank, size, size
+        self.rank = rank
+        self.size = size
+        self.local_size = size
         self.messages: dict[str, np.ndarray] = {}  # what start_recv() of these names receives; of others any numbers
         self._gathers_into_new_memory = "horovod_api" in features
         self.features = features - {"horovod_api", "ddp"}  # with which strategies call the libraries themselves
@@ -111,7 +114,8 @@ class PlannedCommunicator(SingleProcessCommunicator):
 
 def planned_mesh(config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]) -> Mesh:
     """The mesh of so many ranks, for the first one of a stage of their pipelines; what it sends is appended to `moved`."""
-    tensor, readers = config.parallel.tensor, ranks // config.parallel.ranks
+    tensor = config.parallel.tensor
+    readers = ranks // config.parallel.ranks
     own = coordinates(stage * readers * tensor, readers, tensor)
 
     def group(color: Callable[[Coordinates], int]) -> Communicator:
@@ -127,7 +131,8 @@ class _Gathered:
     """A Handle: the gathered parts lie in new memory until they are copied."""
 
     def __init__(self, x: Buffer) -> None:
-        self._x, self._gathered = x, x.new_empty(x.shape)
+        self._x = x
+        self._gathered = x.new_empty(x.shape)
 
     def wait(self) -> Buffer:
         return self._x

@@ -105,7 +105,8 @@ class Deferred(TorchDispatchMode):
 
     def _calls_for(self, tensor: torch.Tensor) -> list[Call]:
         """Calls that wrote the tensor, or one that it was computed from, in order."""
-        needed, found = _memory(tensor), []
+        needed = _memory(tensor)
+        found = []
         for call in reversed(self._calls):
             if needed & call.written:
                 needed |= _memory((call.arguments, call.result))
@@ -118,7 +119,8 @@ def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
 
     None where its constructor reads numbers of large tensors: then the model is made with all of its memory.
     """
-    before, deferred = torch.get_rng_state(), Deferred()
+    before = torch.get_rng_state()
+    deferred = Deferred()
     try:
         with _LooksReal(), deferred:
             model = make()

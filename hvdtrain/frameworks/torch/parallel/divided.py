@@ -56,7 +56,9 @@ class Divided(Around):
         its positions.
         """
         super().__init__(within)
-        self._mesh, self._cuts, self._pipelined = mesh, cuts, pipelined
+        self._mesh = mesh
+        self._cuts = cuts
+        self._pipelined = pipelined
         self._of_stage = {p for p in parameters if pipelined is None or pipelined.updates(p)}
         self._absent = pipelined.free_absent(cuts) if pipelined else {}
         self._shards = {p: self._owned(p) for p in parameters}

@@ -76,12 +76,14 @@ def shard_model(
             raise UserError(what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2")
     if device.type == "cuda":  # the host waits for no collective of FSDP2's, which are in streams of their own
         communicating = nullcontext
-    layers, orders = None, [_order(config, mesh, device)]
+    layers = None
+    orders = [_order(config, mesh, device)]
     if mesh.tensor.size > 1:
         where = config.where("parallel.tensor")
         orders += [order_of_layers(config, mesh, device)]
         layers = CutLayers(model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1])
-    blocks, filled = units(model), set[torch.nn.Module]()
+    blocks = units(model)
+    filled = set[torch.nn.Module]()
 
     def fill(unit: torch.nn.Module) -> None:
         _fill(unit, filled, deferred, mesh, device, dtype)
@@ -212,7 +214,10 @@ class _Unit:
 
     def __init__(self, module: torch.nn.Module, name: str, order: SameOrder, *, gathers: bool) -> None:
         """gathers: a rank has a part of its weights; else gradients alone are added up, over hosts of one rank."""
-        self._name, self._order, self._in_forward, self._gathers = name, order, False, gathers
+        self._name = name
+        self._order = order
+        self._in_forward = False
+        self._gathers = gathers
         module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
         module.register_forward_hook(self._end)  # after FSDP2's
 
@@ -252,7 +257,8 @@ class _AllGather(DefaultAllGather):
     """torch's own, once all ranks are at the same unit."""
 
     def __init__(self, unit: _Unit, communicating: Communicating) -> None:
-        self._unit, self._communicating = unit, communicating
+        self._unit = unit
+        self._communicating = communicating
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
         with self._communicating():
@@ -264,7 +270,8 @@ class _ReduceScatter(DefaultReduceScatter):
     """torch's own, once all ranks are at the same unit."""
 
     def __init__(self, unit: _Unit, communicating: Communicating) -> None:
-        self._unit, self._communicating = unit, communicating
+        self._unit = unit
+        self._communicating = communicating
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
         with self._communicating():
@@ -300,7 +307,8 @@ class Fsdp(Strategy):
 
     def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
         """on_host: the optimizer updates copies of the weights in host memory."""
-        self._mesh, self.orders = sharded.mesh, sharded.orders
+        self._mesh = sharded.mesh
+        self.orders = sharded.orders
         mesh = sharded.mesh
         self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
         self._shards = {p: _on_host(held) if on_host else held for p, held in self._parts.items() if p.requires_grad}

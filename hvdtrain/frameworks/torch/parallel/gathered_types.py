@@ -86,7 +86,8 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, groups: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__()
-        self.cast, self.read = set[Any](), set[Any]()
+        self.cast = set[Any]()
+        self.read = set[Any]()
         self._to = dtype
         self._pending = list(groups)  # that have not been gathered yet
         self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it

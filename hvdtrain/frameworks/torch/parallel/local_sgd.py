@@ -30,7 +30,9 @@ class LocalSGD(Strategy):
         self, named: NamedParameters, communicator: Communicator, local_steps: int, bucket_bytes: int, stopwatch: Stopwatch
     ) -> None:
         super().__init__(named)
-        self._communicator, self._local_steps, self._bucket_bytes = communicator, local_steps, bucket_bytes
+        self._communicator = communicator
+        self._local_steps = local_steps
+        self._bucket_bytes = bucket_bytes
         self._stopwatch = stopwatch
         self._steps = 0  # since the ranks were equal
         self.summary = f"{local_steps} local steps between averages"
@@ -77,7 +79,8 @@ class PostLocalSGD(Around):
     def __init__(self, together: Buckets, apart: LocalSGD, begins: str) -> None:
         """begins: the local steps, in words."""
         super().__init__(together)
-        self._together, self._apart = together, apart
+        self._together = together
+        self._apart = apart
         self.summary = f"{together.summary}; from {begins} on {apart.summary}"
 
     def begin_step(self, hyper: Hyper) -> None:

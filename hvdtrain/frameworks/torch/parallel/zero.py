@@ -45,7 +45,9 @@ class Zero(Strategy):
     def __init__(
         self, named: NamedParameters, mesh: Mesh, stage: Literal[1, 2], bucket_bytes: int, stopwatch: Stopwatch, on_host: bool
     ) -> None:
-        self._mesh, self._stage, self._stopwatch = mesh, stage, stopwatch
+        self._mesh = mesh
+        self._stage = stage
+        self._stopwatch = stopwatch
         self._buffers = _Buffers()
         self._buckets = [
             _Bucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host) for i, parameters in enumerate(group(named, bucket_bytes))
@@ -159,7 +161,9 @@ class _Bucket(Bucket):
 
     def __init__(self, parameters: list[torch.nn.Parameter], name: str, mesh: Mesh, buffers: _Buffers, on_host: bool) -> None:
         super().__init__(parameters)
-        self.name, self._buffers, self._on_host = name, buffers, on_host
+        self.name = name
+        self._buffers = buffers
+        self._on_host = on_host
         with torch.no_grad():
             self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self._device = reduction_device(self._weights.device, mesh.world)
@@ -186,7 +190,8 @@ class _Bucket(Bucket):
         return self._sum
 
     def _shard(self, p: torch.nn.Parameter) -> Shard:
-        begin, n = self._begins[p], p.numel()
+        begin = self._begins[p]
+        n = p.numel()
         p.data = self._weights[begin : begin + n].view(p.shape)
         start = min(max(self._own.start - begin, 0), n)
         stop = min(max(self._own.stop - begin, start), n)
@@ -302,14 +307,18 @@ class ShardedOps(TorchOps):
 
     def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
         """shards: by their parameter; total: the sum over ranks, of which this is `rank` of `size`."""
-        self._shards, self._total, self._rank, self._size = shards, total, rank, size
+        self._shards = shards
+        self._total = total
+        self._rank = rank
+        self._size = size
         self._cut: dict[tuple[Any, ...], list[bool]] = {}
 
     def norm(self, x: Parts) -> torch.Tensor:
         return self._total(super().norm(x).square()).sqrt()
 
     def orthogonalize(self, x: Parts, p: Parts, rounds: int, eps: float, dtype: str) -> Parts:
-        shards, is_cut = [self._shards[q] for q in p], self._are_cut(p)
+        shards = [self._shards[q] for q in p]
+        is_cut = self._are_cut(p)
         found = [torch.empty_like(part) for part in x]
         own = [i for i, shard in enumerate(shards) if not is_cut[i] and shard.stop > shard.start]
         wholes = [x[i].view(shards[i].shape) for i in own]

@@ -46,7 +46,8 @@ class CutLayers:
         self.lead = nn.Sequential(*(layer for _, layer in layers[:first]))
         self._layers = [layer for _, layer in layers[first:]]
         self._exchange = exchange
-        self.inputs, self.outputs = linear[0].in_features, linear[-1].out_features
+        self.inputs = linear[0].in_features
+        self.outputs = linear[-1].out_features
         self.names = [path for path, layer in layers[first:] if isinstance(layer, nn.Linear)]
         self.sent_numbers = self.inputs + sum(layer.out_features for layer in linear)  # for each sample, to each other rank, in each pass
         self._widths = [[_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)] for layer in linear]
@@ -111,7 +112,8 @@ class Exchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.rank, self.size = communicator.rank, communicator.size
+        self.rank = communicator.rank
+        self.size = communicator.size
 
     def _ready(self, x: torch.Tensor) -> torch.Tensor:
         """Without a gradient, in host memory unless the engine takes that of a GPU."""
@@ -124,7 +126,8 @@ class Exchange:
     def start_gather(self, own: torch.Tensor, sizes: Sizes, name: str) -> Wait:
         """own (sizes[rank], ...) -> (sum of sizes, ...), the rows of all ranks in rank order. `own` stays as it is."""
         assert len(own) == sizes[self.rank], (own.shape, sizes)
-        device, sent = own.device, self._ready(own)
+        device = own.device
+        sent = self._ready(own)
         if (only := _only(sizes)) is not None:
             rows = sent.contiguous() if only == self.rank else sent.new_empty(sizes[only], *sent.shape[1:])
             handle = self._communicator.start_broadcast(rows, name, only)
@@ -137,7 +140,8 @@ class Exchange:
     def start_sum(self, x: torch.Tensor, sizes: Sizes, name: str) -> Wait:
         """x (sum of sizes, ...) -> (sizes[rank], ...), the sum over ranks of the rank's own rows. `x` stays as it is."""
         assert len(x) == sum(sizes), (x.shape, sizes)
-        device, sent = x.device, self._ready(x)
+        device = x.device
+        sent = self._ready(x)
         if (only := _only(sizes)) is not None:
             handle = self._communicator.start_reduce(sent.clone(memory_format=torch.contiguous_format), name, only)
             return lambda: handle.wait()[: sizes[self.rank]].to(device)
@@ -166,7 +170,9 @@ class GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, exchange: Exchange, widths: Sizes, name: str) -> torch.Tensor:
-        ctx.exchange, ctx.widths, ctx.name = exchange, widths, name
+        ctx.exchange = exchange
+        ctx.widths = widths
+        ctx.name = name
         return exchange.start_gather(own.T, widths, name)().T
 
     @staticmethod
@@ -203,7 +209,8 @@ def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]
     assert scheme != "a", "a has one turn"
     turns = []
     for turn in range(updates):
-        part, first = part_of(sum(rows), turn, updates), 0
+        part = part_of(sum(rows), turn, updates)
+        first = 0
         turns.append(list[range]())
         for own in rows:
             if scheme == "b":

@@ -56,7 +56,8 @@ class HybridModel(nn.Module):
 
     def summary(self, batch: int | None) -> str:
         """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step of `batch` samples over all ranks."""
-        layers, size = self._dense.layers, self._dense.exchange.size
+        layers = self._dense.layers
+        size = self._dense.exchange.size
         cut = f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme {self._dense.scheme}"
         if batch is None:
             return cut
@@ -82,7 +83,8 @@ class HybridModel(nn.Module):
         """
         with context():
             own = self._inputs_of_dense(x)
-        turns, waits = self._dense.turns_of(len(own), updates), []
+        turns = self._dense.turns_of(len(own), updates)
+        waits = []
         batch = sum(len(rows) for turn in turns for rows in turn)
         for turn in self._dense.gathered(own, turns, needs_gradient=True):
             with context():
@@ -120,10 +122,13 @@ class DenseTurns:
     """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks work on all rows, in turns."""
 
     def __init__(self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str) -> None:
-        self.exchange, self.scheme = Exchange(communicator), scheme
+        self.exchange = Exchange(communicator)
+        self.scheme = scheme
         self.layers = CutLayers(chain, self.exchange, name, where)
         self.returns_inputs = False  # of the layers that are cut, in place of outputs
-        self._name, self._where, self._calls = name, where, 0
+        self._name = name
+        self._where = where
+        self._calls = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A collective, and so is its backward pass; on ranks without rows too. Raises UserError for a second call in a pass."""
@@ -161,7 +166,8 @@ class DenseTurns:
 
     def gathered(self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool) -> Iterator[GatheredTurn]:
         """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while the caller works on these."""
-        rank, own = self.exchange.rank, own.detach()
+        rank = self.exchange.rank
+        own = own.detach()
         wait = self._start(0, own, turns) if turns else None
         for number, turn in enumerate(turns):
             assert wait is not None
@@ -202,7 +208,9 @@ class _InTurns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, dense: DenseTurns, needs_gradient: bool, *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.dense, ctx.parameters, ctx.turns = dense, parameters, []
+        ctx.dense = dense
+        ctx.parameters = parameters
+        ctx.turns = []
         outputs = [own.new_zeros(0, dense.layers.outputs)]
         for turn in dense.gathered(own, dense.turns_of(len(own)), needs_gradient):
             with torch.set_grad_enabled(needs_gradient):
@@ -215,7 +223,8 @@ class _InTurns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         trained = [p for p in ctx.parameters if p.requires_grad]
-        sums, waits = [torch.zeros_like(p) for p in trained], [ctx.dense.no_rows]
+        sums = [torch.zeros_like(p) for p in trained]
+        waits = [ctx.dense.no_rows]
         while ctx.turns:  # what a turn kept is freed behind it
             turn, output = ctx.turns.pop(0)
             of_rows, *of_parameters = torch.autograd.grad(output, [turn.x, *trained], gradient[turn.rows])
@@ -240,7 +249,8 @@ class Hybrid(Around):
         self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch, batch: int | None
     ) -> None:
         """batch: samples of a step, for the summary, where they are known."""
-        self._world, self._cuts = mesh.world, model.cuts()
+        self._world = mesh.world
+        self._cuts = model.cuts()
         updates = config.parallel.dense_updates
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]  # else they have no gradient behind the last turn
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1

@@ -20,7 +20,8 @@ class SyncPoints:
         self._synced: int | None = None  # the same, once all ranks have the weights behind them
 
     def begin(self, first: int) -> int:
-        self._begun, self._synced = first, None
+        self._begun = first
+        self._synced = None
         return first
 
     def synced(self) -> None:
@@ -56,7 +57,8 @@ def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
         return None
     versions = {report.version for report in of_servers}
     assert len(versions) == 1, f"servers have made different updates: {reports}"
-    version, outstanding = of_servers[0].version, of_servers[0].outstanding or {}
+    version = of_servers[0].version
+    outstanding = of_servers[0].outstanding or {}
     assert version is not None, reports
     ranks = {report.rank: now for now, report in enumerate(living)}
     holders = {report.rank: report.held for report in living if report.held is not None}
@@ -77,7 +79,8 @@ class Agreement:
     """
 
     def __init__(self, world: Interruptible, group: Communicator) -> None:
-        self._world, self._group = world, group
+        self._world = world
+        self._group = group
 
     def of_group(self, group: Communicator) -> Agreement:
         """These servers after a loss."""

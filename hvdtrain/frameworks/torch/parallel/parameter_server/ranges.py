@@ -52,7 +52,8 @@ class Ranges:
 
     def shard(self, p: torch.nn.Parameter, own: torch.Tensor, server: int) -> Shard:
         """What of a parameter lies in a server's flat memory."""
-        slot, n = self.slots[p], p.numel()
+        slot = self.slots[p]
+        n = p.numel()
         part = self.part(slot.bucket, server)
         start = min(max(part.start - slot.begin, 0), n)
         stop = min(max(part.stop - slot.begin, start), n)

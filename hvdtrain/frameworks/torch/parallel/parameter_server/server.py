@@ -41,8 +41,13 @@ class Server(Strategy):
         agreement: Agreement | None = None,
     ) -> None:
         """group: of the servers alone. agreement: of several servers that go on when a worker is lost."""
-        self._config, self._ranges, self._world, self._group, self._turns = config, ranges, world, group, turns
-        self._stopwatch, self._agreement = stopwatch, agreement
+        self._config = config
+        self._ranges = ranges
+        self._world = world
+        self._group = group
+        self._turns = turns
+        self._stopwatch = stopwatch
+        self._agreement = agreement
         self._weights = Weights(ranges)
         self._own = torch.cat([part.cpu() for part in self._weights.parts(world.rank)])
         self._shards = {p: ranges.shard(p, self._own, world.rank) for p in ranges.slots}
@@ -155,7 +160,8 @@ class Server(Strategy):
         self._turns.go_on(how, workers, is_begun=self._sync_points.is_begun(kept))
         self._inboxes = {now: self._inboxes[former].of_worker(now) for former, now in how.ranks.items() if former in self._inboxes}
         self._sent_again = [self._inboxes[worker] for worker in how.sent_again]
-        self._version, self._goes_on = how.version, True
+        self._version = how.version
+        self._goes_on = True
         self._group = mesh.role
         if self._agreement:
             self._agreement = self._agreement.of_group(mesh.role)
@@ -169,8 +175,10 @@ class _Inbox:
     """What a server and one of the workers send each other."""
 
     def __init__(self, own: torch.Tensor, ranges: Ranges, world: PointToPoint, worker: int) -> None:
-        self._world, self._worker = world, worker
-        self.received, self.weights = torch.empty_like(own), own.clone()
+        self._world = world
+        self._worker = worker
+        self.received = torch.empty_like(own)
+        self.weights = own.clone()
         self._received_parts = ranges.split(self.received, world.rank)
         self._weight_parts = ranges.split(self.weights, world.rank)
         self._sending: list[Handle] = []
@@ -180,7 +188,8 @@ class _Inbox:
     def of_worker(self, worker: int) -> _Inbox:
         """Itself; the worker has this number now, and what was under way does not come."""
         self._worker = worker
-        self._sending, self._receiving = [], []
+        self._sending = []
+        self._receiving = []
         return self
 
     def send_weights(self, weights: torch.Tensor, version: int) -> None:
@@ -213,6 +222,7 @@ class _Inbox:
 
 def summary_of(config: ServersConfig, ranks: int) -> str:
     """gradients of 3 workers to 1 server"""
-    workers, count = ranks - config.count, config.count
+    workers = ranks - config.count
+    count = config.count
     corrected = "" if config.correct == "none" else f", corrected by {config.correct.replace('_', ' ')}"
     return f"gradients of {workers} worker{'s' if workers > 1 else ''} to {count} server{'s' if count > 1 else ''}{corrected}"

@@ -82,8 +82,11 @@ class Leader:
     """The first server, which gives out tickets, and decides for all servers in which order gradients are applied."""
 
     def __init__(self, world: PointToPoint, servers: int, workers: Sequence[int], bound: int | None) -> None:
-        self._world, self._followers, self._workers = world, range(1, servers), workers
-        self._bound, self._order = bound, Order(bound)
+        self._world = world
+        self._followers = range(1, servers)
+        self._workers = workers
+        self._bound = bound
+        self._order = Order(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
         self._goes_on = False  # in the window that the order has
         self._sending_again: set[int] = set()  # workers that get their next ticket when their gradient is complete, again
@@ -94,7 +97,8 @@ class Leader:
         for worker in self._workers:
             if worker not in self._sending_again:
                 self._grant(worker)
-        self._goes_on, self._sending_again = False, set()
+        self._goes_on = False
+        self._sending_again = set()
 
     def readers(self, own: torch.Tensor, version: int) -> Sequence[Read]:
         readers = self._order.readers()
@@ -116,8 +120,11 @@ class Leader:
         return self._order.window(version).reads
 
     def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
-        former, self._order = self._order, Order(self._bound)
-        self._workers, self._sent, self._goes_on = workers, {}, is_begun
+        former = self._order
+        self._order = Order(self._bound)
+        self._workers = workers
+        self._sent = {}
+        self._goes_on = is_begun
         if is_begun:
             self._sending_again = set(how.sent_again)
             self._order.begin(former.window(how.version)._replace(reads=how.sent_again))
@@ -146,7 +153,8 @@ class Follower:
     """Another server, which does what the first one decides."""
 
     def __init__(self, world: PointToPoint, workers: Sequence[int]) -> None:
-        self._world, self._message = world, np.empty(1 + len(workers), np.int64)
+        self._world = world
+        self._message = np.empty(1 + len(workers), np.int64)
         self._receiving: Handle | None = None
 
     def begin(self, first: int, behind: int) -> None:
@@ -168,7 +176,8 @@ class Follower:
         return {}
 
     def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
-        self._message, self._receiving = np.empty(1 + len(workers), np.int64), None
+        self._message = np.empty(1 + len(workers), np.int64)
+        self._receiving = None
 
     def _decision(self) -> list[int]:
         self._receiving = self._world.start_recv(self._message, LEADER, "decision", DECISION)
@@ -215,7 +224,8 @@ class Order:
     def begin(self, window: Window) -> None:
         """Its tickets that are left are to be given; all before it are done."""
         assert not self._reads and not self._waiting, (self._reads, self._waiting)
-        self._window, self._updates = window, list(window.updates)
+        self._window = window
+        self._updates = list(window.updates)
         self.version = window.first + len(self._updates)
         self._left = deque(window.left())
         self._tickets = {worker: read.ticket for worker, read in window.reads.items()}
@@ -231,7 +241,8 @@ class Order:
 
     def read_updates(self) -> list[WorkerUpdate]:
         """The updates of the window, at its end."""
-        updates, self._updates = self._updates, []
+        updates = self._updates
+        self._updates = []
         return updates
 
     def grant(self, worker: int) -> int | None:
@@ -246,7 +257,8 @@ class Order:
     def readers(self) -> list[int]:
         """The workers that get the weights as they are now."""
         room = len(self._waiting) if self._bound is None else self._bound + 1 - len(self._reads)
-        readers, self._waiting = self._waiting[:room], self._waiting[room:]
+        readers = self._waiting[:room]
+        self._waiting = self._waiting[room:]
         for worker in readers:
             self._reads[worker] = self.version
             self._tickets[worker] = self._granted.pop(worker)

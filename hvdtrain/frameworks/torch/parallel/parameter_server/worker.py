@@ -33,7 +33,10 @@ class Worker(Strategy):
     """
 
     def __init__(self, config: ServersConfig, ranges: Ranges, world: PointToPoint, stopwatch: Stopwatch) -> None:
-        self._config, self._ranges, self._world, self._stopwatch = config, ranges, world, stopwatch
+        self._config = config
+        self._ranges = ranges
+        self._world = world
+        self._stopwatch = stopwatch
         self._weights = Weights(ranges)
         self._buckets = [_Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)]
         self._order = InOrder(self._buckets, self._start, stopwatch)
@@ -165,7 +168,10 @@ class Worker(Strategy):
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         self._sends_again = self._world.rank in how.sent_again
-        self._arriving, self._done, self._ticket, self._failure = [], None, None, None
+        self._arriving = []
+        self._done = None
+        self._ticket = None
+        self._failure = None
         for bucket in self._buckets:
             bucket.forget_all()
         self.summary = summary_of(self._config, self._world.size)

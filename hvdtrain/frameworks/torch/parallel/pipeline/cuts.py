@@ -30,7 +30,8 @@ def first_units(
     x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds; without it operations count there too.
     Raises UserError where the model has no units or fewer than stages, or as refuse_changed_buffers() does.
     """
-    where, balance = config.where("parallel.pipeline"), config.parallel.balance
+    where = config.where("parallel.pipeline")
+    balance = config.parallel.balance
     units = units_of(model, where)
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
     balanced_cuts([0.0] * len(units), stages)  # refuses fewer units
@@ -51,7 +52,8 @@ def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> li
     """
     from torch.utils.flop_counter import FlopCounterMode  # as first_units() counts
 
-    where, balance = config.where("parallel.pipeline"), config.parallel.balance
+    where = config.where("parallel.pipeline")
+    balance = config.parallel.balance
     units = units_of(model, where)
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
     balanced_cuts([0.0] * len(units), stages)  # refuses fewer units
@@ -81,7 +83,8 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     slowest = list(sums)  # [stop]: of the units before `stop`, in the stages so far
     last_cuts: list[list[int]] = []
     for stage in range(1, stages):
-        least, cuts = [float("inf")] * (units + 1), [0] * (units + 1)
+        least = [float("inf")] * (units + 1)
+        cuts = [0] * (units + 1)
         for stop in range(stage + 1, units + 1):
             for start in range(stage, stop):
                 largest = max(slowest[start], sums[stop] - sums[start])
@@ -89,7 +92,8 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
                     least[stop], cuts[stop] = largest, start
         slowest = least
         last_cuts.append(cuts)
-    found, stop = [], units
+    found = []
+    stop = units
     for cuts in reversed(last_cuts):
         stop = cuts[stop]
         found.append(stop)
@@ -167,7 +171,8 @@ def _is_close(given: Any, expected: Any) -> bool:
 
 def samples_of_pass(config: Config, pipelines: int) -> int:
     """The most samples of a micro-batch in the job's first step; config.batch.size is resolved."""
-    share, parallel = -(-config.batch.size // pipelines), config.parallel
+    share = -(-config.batch.size // pipelines)
+    parallel = config.parallel
     if isinstance(config.batch.micro, int):
         return min(share, config.batch.micro)
     return -(-share // (parallel.micro_batches or 2 * parallel.pipeline))

@@ -54,7 +54,9 @@ class Pipeline:
         Raises UserError where the engine sends nothing from one rank to another; `where` is the key that asked for it.
         """
         self._ranks = point_to_point(communicator, where)
-        self._stages, self._schedule, self._device = stages, schedule, device
+        self._stages = stages
+        self._schedule = schedule
+        self._device = device
         self._orders: dict[tuple[int, bool], list[Action]] = {}
         self._running: _Run | None = None
         self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
@@ -83,7 +85,8 @@ class Pipeline:
 
         All ranks call it with the same parameters, when p.grad is the sum over data-parallel ranks.
         """
-        me, size = self._ranks.rank, self._ranks.size
+        me = self._ranks.rank
+        size = self._ranks.size
         for name, p, stages in tied:
             ranks = sorted({stage % size for stage in stages})
             if me not in ranks or len(ranks) == 1:
@@ -100,7 +103,10 @@ class Pipeline:
     @torch.no_grad()
     def send_tied(self, tied: Sequence[Tied]) -> None:
         """Gives each copy of a tied parameter the weights of the first rank that has it. All ranks call it with the same parameters."""
-        me, size, handles, arrived = self._ranks.rank, self._ranks.size, list[Handle](), list[tuple[torch.Tensor, Any]]()
+        me = self._ranks.rank
+        size = self._ranks.size
+        handles = list[Handle]()
+        arrived = list[tuple[torch.Tensor, Any]]()
         for name, p, stages in tied:
             first, *others = sorted({stage % size for stage in stages})
             if me == first and others:
@@ -118,14 +124,17 @@ class Pipeline:
     def _run(
         self, samples: Sequence[int], inputs: InputsOf, finish: OutputsTo, enter: Callable[[str], None], backward: bool
     ) -> list[TimedPass]:
-        numbers, made = [number for number, n in enumerate(samples) if n], list[TimedPass]()
+        numbers = [number for number, n in enumerate(samples) if n]
+        made = list[TimedPass]()
         start = time.perf_counter()
         self._running = run = _Run(self._ranks, self._stages, [samples[number] for number in numbers], self._device, enter)
         order = self._order(len(numbers), backward)
         for at, action in enumerate(order):
             for following in order[at : at + AHEAD + 1]:
                 run.prepare(following)
-            number, began, waited = numbers[action.micro], time.perf_counter(), run.waiting
+            number = numbers[action.micro]
+            began = time.perf_counter()
+            waited = run.waiting
             run.begin(action, number)
             if action.kind == "forward":
                 run.forward(action, partial(inputs, number), partial(finish, number), backward)
@@ -134,7 +143,8 @@ class Pipeline:
             made.append(TimedPass(action.kind, action.stage, number, began, time.perf_counter(), run.waiting - waited))
         run.finish()
         enter("communication")
-        self.spent, self._running = Spent(time.perf_counter() - start, run.waiting), None
+        self.spent = Spent(time.perf_counter() - start, run.waiting)
+        self._running = None
         return made
 
     def _order(self, micro: int, backward: bool) -> list[Action]:
@@ -157,7 +167,11 @@ class _Run:
         device: torch.device,
         enter: Callable[[str], None],
     ) -> None:
-        self._ranks, self._stages, self._samples, self._device, self._enter = ranks, stages, samples, device, enter
+        self._ranks = ranks
+        self._stages = stages
+        self._samples = samples
+        self._device = device
+        self._enter = enter
         self._last = len(stages) * ranks.size - 1
         self._passes: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch
         self._forms: dict[int, _Form] = {}  # of what comes into a stage
@@ -207,7 +221,9 @@ class _Run:
             self._passes[stage, micro] = passes
 
     def _send_outputs(self, stage: int, micro: int, outputs: torch.Tensor) -> None:
-        to, tag, name = self._rank_of(stage + 1), _tag(stage + 1), f"pipeline.{stage + 1}"
+        to = self._rank_of(stage + 1)
+        tag = _tag(stage + 1)
+        name = f"pipeline.{stage + 1}"
         if not micro:
             self._gradients.append((self._ranks.start_send(_Form.of(outputs).numbers(), to, f"{name}.form", tag), stage + 1))
         self._outputs[stage, micro] = self._ranks.start_send(_on_host(outputs), to, name, tag)
@@ -224,7 +240,8 @@ class _Run:
                 self._wait(self._outputs.pop((stage, micro)), stage + 1)  # they have arrived
             own = passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
             if stage:
-                to, name = self._rank_of(stage - 1), f"pipeline.{stage}.gradient"
+                to = self._rank_of(stage - 1)
+                name = f"pipeline.{stage}.gradient"
                 self._gradients.append((self._ranks.start_send(_on_host(own), to, name, _tag(stage, backward=True)), stage - 1))
         if kind != "input gradient":
             del self._passes[stage, micro]
@@ -240,7 +257,8 @@ class _Run:
     def _wait(self, handle: Handle, stage: int) -> Any:
         """For a message from or to the stage."""
         assert self.under_way is not None
-        before, start = self.under_way, time.perf_counter()
+        before = self.under_way
+        start = time.perf_counter()
         self._enter("communication")
         self.under_way = before._replace(text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage))
         found = handle.wait()

@@ -33,12 +33,15 @@ class Pipelined:
         stages = stages_of(model, first, where)
         own: dict[int, Any] = {n: _InPrecision(stage, autocast) for n, stage in enumerate(stages) if n % pipe.size == pipe.rank}
         self._pipeline = Pipeline(own, pipe, config.parallel.schedule, device, where)
-        self._pipe, self._tied, self._parameters = pipe, tied_parameters(model, stages), list(model.parameters())
+        self._pipe = pipe
+        self._tied = tied_parameters(model, stages)
+        self._parameters = list(model.parameters())
         self._ranks: dict[nn.Parameter, set[int]] = {}  # of `pipe`, which have it
         for number, stage in enumerate(stages):
             for p in stage.parameters():
                 self._ranks.setdefault(p, set()).add(number % pipe.size)
-        self._virtual, self._waited = config.parallel.stages_of_rank, Waited(0.0, 0.0, 0.0)
+        self._virtual = config.parallel.stages_of_rank
+        self._waited = Waited(0.0, 0.0, 0.0)
         self._schedule: Schedule = config.parallel.schedule
         self._predicted: dict[int, float] = {}  # share of waiting, by the number of micro-batches
         how = "as in parallel.balance" if isinstance(config.parallel.balance, list) else f"by {config.parallel.balance}"
@@ -78,7 +81,8 @@ class Pipelined:
 
     def read_waited(self) -> Waited:
         """In training since it was last called."""
-        found, self._waited = self._waited, self._waited._replace(seconds=0.0, waiting=0.0)
+        found = self._waited
+        self._waited = self._waited._replace(seconds=0.0, waiting=0.0)
         return found
 
     def last_passes(self) -> list[TimedPass]:
@@ -109,7 +113,8 @@ class _InPrecision(nn.Module):
 
     def __init__(self, stage: Stage, autocast: Autocast) -> None:
         super().__init__()
-        self._stage, self._autocast = stage, autocast
+        self._stage = stage
+        self._autocast = autocast
 
     def forward(self, x: torch.Tensor) -> Any:
         with self._autocast(x.device):

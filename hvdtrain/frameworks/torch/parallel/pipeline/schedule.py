@@ -103,7 +103,8 @@ def timeline(
     queues = [_Queues(schedule, rank, ranks, micro, virtual, backward) for rank in range(ranks)]
     done: dict[Action, float] = {}  # when it ends
     orders: list[list[Action]] = [[] for _ in range(ranks)]
-    free_at, now = [0.0] * ranks, 0.0
+    free_at = [0.0] * ranks
+    now = 0.0
     while any(queue.has_any for queue in queues):
         for rank, queue in enumerate(queues):
             if free_at[rank] <= now and (action := queue.take(done, now)):
@@ -161,7 +162,8 @@ class _Queues:
     """What a rank has still to do: three rows of passes, of each of which only the first may come next."""
 
     def __init__(self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool) -> None:
-        self._schedule, self._stages = schedule, ranks * virtual
+        self._schedule = schedule
+        self._stages = ranks * virtual
         # As many micro-batches as there are ranks go through all of a rank's stages before the next ones do.
         turns = [(group, stage, number) for number in range(micro) for group in [number // ranks] for stage in range(virtual)]
         self._forward = [Action("forward", stage * ranks + rank, number) for _, stage, number in sorted(turns)]

@@ -155,7 +155,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, link: Link, rows: Rows) -> torch.Tensor:
         """x (..., v) -> (..., vocabulary)"""
-        ctx.first, ctx.length = rows.first, x.shape[-1]
+        ctx.first = rows.first
+        ctx.length = x.shape[-1]
         return link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()  # no view, of which FSDP2 warns
 
     @staticmethod
@@ -190,7 +191,8 @@ class _CrossEntropy(torch.autograd.Function):
             loss -= smoothing / vocabulary * ranks[:, 2].sum(0)
         is_ignored = targets == ignore
         ctx.save_for_backward(x, log_total, row, is_mine, is_ignored)
-        ctx.smoothing, ctx.each = smoothing, smoothing / vocabulary
+        ctx.smoothing = smoothing
+        ctx.each = smoothing / vocabulary
         return loss.masked_fill(is_ignored, 0.0).to(x.dtype)
 
     @staticmethod

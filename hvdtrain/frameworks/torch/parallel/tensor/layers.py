@@ -31,7 +31,9 @@ class ColumnsLinear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
         super().__init__()
-        self.weight, self.bias, self._link = weight, bias, link
+        self.weight = weight
+        self.bias = bias
+        self._link = link
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
@@ -44,7 +46,9 @@ class RowsLinear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
         super().__init__()
-        self.weight, self.bias, self._link = weight, bias, link
+        self.weight = weight
+        self.bias = bias
+        self._link = link
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
@@ -84,7 +88,9 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, link: Link, rows: Rows) -> None:
         super().__init__()
-        self.weight, self._link, self._first = weight, link, rows.first
+        self.weight = weight
+        self._link = link
+        self._first = rows.first
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         row = (tokens.movedim(-1, 0) if self._link.positions else tokens) - self._first
@@ -99,7 +105,8 @@ class OwnPositionsEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, link: Link) -> None:
         super().__init__()
-        self.weight, self._link = weight, link
+        self.weight = weight
+        self._link = link
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         assert self._link.positions is not None
@@ -112,7 +119,9 @@ def linear_of_all_positions(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     device = x.device.type
     if torch.is_autocast_enabled(device):  # before it is sent
         dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     found: torch.Tensor = _LinearOfAllPositions.apply(x, weight, bias, link)
     return found
 
@@ -131,7 +140,8 @@ class _LinearOfAllPositions(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link) -> torch.Tensor:
         positions = _positions(link)
         ctx.save_for_backward(x, weight)
-        ctx.link, ctx.count = link, positions.count
+        ctx.link = link
+        ctx.count = positions.count
         rows = _start_gather(x, link, positions.count, "forward")()
         return functional.linear(rows, weight, bias).movedim(0, -2)
 
@@ -152,7 +162,8 @@ class _LinearOfAllPositions(torch.autograd.Function):
 class _SumOfOwnPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, link: Link) -> torch.Tensor:
-        ctx.link, ctx.count = link, len(rows)
+        ctx.link = link
+        ctx.count = len(rows)
         _positions(link).count = len(rows)
         return _start_sum(rows, link, "forward")()
 

@@ -120,7 +120,9 @@ class CutLayers:
         layers. Raises UserError as resolve() does, before anything is changed.
         """
         self._ways = resolve(model, plan, communicator.size, where, sequence)
-        self._model, self._communicator, self._order = model, communicator, order
+        self._model = model
+        self._communicator = communicator
+        self._order = order
         self._positions = Positions() if sequence else None
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
         self.cuts: dict[nn.Parameter, Cut] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank
@@ -129,7 +131,8 @@ class CutLayers:
     @torch.no_grad()
     def cut(self, unit: nn.Module) -> None:
         """Cuts the layers inside of `unit`, a module of the model or the model itself. A parameter that several layers have stays one."""
-        inside, new = set(unit.modules()), dict[nn.Module, nn.Module]()
+        inside = set(unit.modules())
+        new = dict[nn.Module, nn.Module]()
         layers = {name: module for name, module in self._model.named_modules() if name in self._ways and module in inside}
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear | nn.Embedding):  # not yet cut
@@ -141,7 +144,8 @@ class CutLayers:
 
     def _part_of(self, name: str, layer: nn.Module) -> nn.Module:
         kept = dict(layer.named_parameters(recurse=False))
-        size, rank = self._communicator.size, self._communicator.rank
+        size = self._communicator.size
+        rank = self._communicator.rank
         for key, cut in self._ways[name].cuts(layer, size, rank).items():
             whole = kept[key]
             if whole not in self._parts:
